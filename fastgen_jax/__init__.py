@@ -1,0 +1,45 @@
+"""LLM text generation in JAX: Dynamic SplitFuse, a paged KV pool, a few compiled programs for every step."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastgen_jax.async_engine import AsyncEngine
+    from fastgen_jax.engine import Engine
+    from fastgen_jax.kernels import ragged_attention
+    from fastgen_jax.pipeline import pipeline
+    from fastgen_jax.types import EngineConfig, Response, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "EngineConfig",
+    "Response",
+    "SamplingParams",
+    "pipeline",
+    "ragged_attention",
+]
+
+# Imported when first asked for, so that `import fastgen_jax.scheduler` imports no JAX.
+_HOME = {
+    "AsyncEngine": "async_engine",
+    "Engine": "engine",
+    "EngineConfig": "types",
+    "Response": "types",
+    "SamplingParams": "types",
+    "pipeline": "pipeline",
+    "ragged_attention": "kernels",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

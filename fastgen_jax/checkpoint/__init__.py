@@ -1,0 +1,13 @@
+"""From a model's name to its parameters: find the checkpoint, open its tensors, stream them into a tree.
+
+checkpoint = resolve("smollm2-135m")
+params = load_params(checkpoint.open(), abstract_params, dtype="bfloat16", fused=..., tied=...)
+tokenizer = checkpoint.tokenizer()
+"""
+
+from fastgen_jax.checkpoint.aliases import ALIASES, DEFAULT_MODEL
+from fastgen_jax.checkpoint.load import load_params
+from fastgen_jax.checkpoint.resolve import Checkpoint, resolve
+from fastgen_jax.checkpoint.source import TensorSource
+
+__all__ = ["ALIASES", "DEFAULT_MODEL", "Checkpoint", "TensorSource", "load_params", "resolve"]

@@ -1,0 +1,141 @@
+"""Tensors from one or many safetensors files (https://huggingface.co/docs/safetensors, "Format")."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from fastgen_jax.checkpoint.source import as_rows, assign, read_exactly, row_chunks
+
+INDEX_NAME = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+_DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class _Entry(NamedTuple):
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int  # byte in the file
+    nbytes: int
+
+
+class SafetensorsSource:
+    """The tensors of a folder in Hugging Face's layout.
+
+    Reads every header at once, and raises a ValueError naming the file when one is damaged, cut short,
+    missing from the index's list, or holds a tensor that is not floating point (a quantised checkpoint).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.bytes_read = 0
+        self._entries: dict[str, _Entry] = {}
+        files, listed = _list_files(directory)
+        for path in files:
+            for name, entry in _read_header(path).items():
+                if name in self._entries:
+                    raise ValueError(f"tensor {name!r} is in both {self._entries[name].path} and {path}")
+                self._entries[name] = entry
+        for name, filename in listed.items():
+            if name not in self._entries or self._entries[name].path.name != filename:
+                raise ValueError(
+                    f"{directory / INDEX_NAME} lists tensor {name!r} in {filename}, which lacks it"
+                )
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def read_into(self, name: str, out: np.ndarray) -> None:
+        entry, out = self._entries[name], as_rows(out)
+        num_rows, row_bytes = out.shape[0], out[0].size * entry.dtype.itemsize if out.shape[0] else 0
+        for rows in row_chunks(num_rows, row_bytes):
+            nbytes = (rows.stop - rows.start) * row_bytes
+            data = read_exactly(entry.path, entry.start + rows.start * row_bytes, nbytes)
+            self.bytes_read += nbytes
+            assign(out, rows, data.view(entry.dtype).reshape(-1, *out.shape[1:]))
+
+    def read(self, name: str) -> np.ndarray:
+        entry = self._entries[name]
+        out = np.empty(entry.shape, entry.dtype)
+        self.read_into(name, out)
+        return out
+
+
+def _list_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
+    """The folder's weight files, and the index's map of tensor to file (empty where there is none)."""
+    index = directory / INDEX_NAME
+    if (directory / "model.safetensors").is_file() and not index.is_file():
+        return [directory / "model.safetensors"], {}
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors")), {}
+    try:
+        listed = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is not a safetensors index: it has no weight_map") from error
+    files = sorted({directory / filename for filename in listed.values()})
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"{index} lists {path.name}, which is not there; download the checkpoint again")
+    return files, listed
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """Where each tensor of a file lies, the order of the bytes kept."""
+    file_bytes = path.stat().st_size
+    if file_bytes < 8:
+        raise ValueError(f"{path} is not a safetensors file: it has only {file_bytes} bytes")
+    header_bytes = int(read_exactly(path, 0, 8).view("<u8")[0])
+    if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+        hint = (
+            "it is a Git LFS pointer"
+            if read_exactly(path, 0, 8).tobytes() == b"version "
+            else "it is damaged"
+        )
+        raise ValueError(f"{path} is not a whole safetensors file: {hint}; download it again")
+    try:
+        header = json.loads(read_exactly(path, 8, header_bytes).tobytes())
+        header.pop("__metadata__", None)
+        fields = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a safetensors file: its header is not valid JSON of tensors"
+        ) from error
+    entries = {}
+    end = 0
+    for name, field in fields:
+        entry = _entry(path, name, field, first_byte=8 + header_bytes, expected_start=end)
+        entries[name] = entry
+        end += entry.nbytes
+    if 8 + header_bytes + end != file_bytes:
+        raise ValueError(
+            f"{path} has {file_bytes} bytes, its header describes {8 + header_bytes + end}; download it again"
+        )
+    return entries
+
+
+def _entry(path: Path, name: str, field: dict[str, Any], *, first_byte: int, expected_start: int) -> _Entry:
+    """One tensor of a header, checked: tensors follow one another without gaps, and their sizes add up."""
+    if field.get("dtype") not in _DTYPES:
+        raise ValueError(
+            f"tensor {name!r} in {path} is stored as {field.get('dtype')}; "
+            f"only {', '.join(_DTYPES)} are read, quantised checkpoints are not supported"
+        )
+    dtype, shape = _DTYPES[field["dtype"]], tuple(field.get("shape", ()))
+    start, stop = field["data_offsets"]
+    if start != expected_start or stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(
+            f"tensor {name!r} in {path} has bytes {start} to {stop}, which do not fit its shape {shape}"
+        )
+    return _Entry(path, dtype, shape, first_byte + start, stop - start)

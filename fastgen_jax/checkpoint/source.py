@@ -1,0 +1,69 @@
+"""What a checkpoint format offers the loader: `TensorSource`, and the row-wise reading they share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+CHUNK_BYTES = 1 << 20  # of the file, held in memory at once; more leaves the cache and reads slower
+
+
+class TensorSource(Protocol):
+    """The tensors of one checkpoint under Hugging Face's names and in its orientation ([out, in]).
+
+    bytes_read: bytes of tensor data read from disk so far.
+    """
+
+    bytes_read: int
+
+    def names(self) -> list[str]:
+        """Every tensor, in the order they lie on disk."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, from the file's header."""
+        ...
+
+    def read_into(self, name: str, out: np.ndarray) -> None:
+        """Fill `out` (shape(name), any float dtype, any strides), casting, a small piece at a time."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as a new array: in the file's dtype, or float32 where the file is quantised."""
+        ...
+
+
+def read_exactly(path: Path, start: int, nbytes: int) -> np.ndarray:
+    """Bytes [start, start + nbytes) of a file as uint8.
+
+    Read, not mapped: pages of a mapping would count as the process's own memory.
+    """
+    data = np.empty(nbytes, np.uint8)
+    view, filled = memoryview(data), 0
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while filled < nbytes:
+            count = file.readinto(view[filled:])
+            if not count:
+                raise ValueError(f"{path} ended at byte {start + filled}, {nbytes - filled} bytes too soon")
+            filled += count
+    return data
+
+
+def as_rows(array: np.ndarray) -> np.ndarray:
+    """A view with at least two axes, the first of which can be read in pieces."""
+    return array if array.ndim >= 2 else array.reshape(1, -1)
+
+
+def row_chunks(num_rows: int, row_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[slice]:
+    """Slices that cover `num_rows` rows in pieces of about `chunk_bytes`."""
+    step = max(1, chunk_bytes // max(1, row_bytes))
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def assign(out: np.ndarray, where: slice | np.ndarray, values: np.ndarray) -> None:
+    """out[where] = values, cast to out's dtype. Copied as bits: NumPy does that fast for any dtype."""
+    bits = f"u{out.dtype.itemsize}"
+    out.view(bits)[where] = values.astype(out.dtype, copy=False).view(bits)

@@ -1,0 +1,92 @@
+"""The console command `fastgen`. Nothing here imports JAX: a command does, once it has work for it."""
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import fastgen_jax
+from fastgen_jax import cli_generate
+from fastgen_jax.cli_flags import HelpFormatter
+
+OK, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 2, 128 + 2, 128 + 13
+"""Exit statuses; the last two are what a shell reports of a program that SIGINT or SIGPIPE ended."""
+
+EXAMPLES = """\
+examples:
+  fastgen generate "The capital of France is"
+  fastgen generate --model llama2-7b --prompts prompts.txt --json > answers.jsonl
+  fastgen generate                              a conversation, on a terminal
+
+`fastgen COMMAND --help` explains a command."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are ValueErrors of one sentence, with no usage in front."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def build_parser() -> Parser:
+    """The parser of every command. Its namespaces have `run`, which takes them and returns an exit status."""
+    parser = Parser(
+        prog="fastgen",
+        usage="fastgen [--version] COMMAND ...",
+        description=fastgen_jax.__doc__,
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fastgen {fastgen_jax.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    cli_generate.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `fastgen` with `argv` (None is the process's own arguments) and return the exit status.
+
+    0; 2 after one line on stderr about a mistake of the user's; 130 after Ctrl-C; 141 when the reader of
+    stdout has gone. What is not the user's mistake is a traceback.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the model may write what the terminal's encoding lacks
+    try:
+        status = _run(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_stdout()
+        return BROKEN_PIPE
+    except (ValueError, TypeError) as error:
+        if not _is_ours(error):
+            raise
+        print("fastgen: error:", " ".join(str(error).split()), file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit:  # --help and --version
+        return OK
+    return args.run(args)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised it; an error out of a library is a bug, and wants its traceback."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb is not None and tb.tb_frame.f_globals.get("__name__", "").startswith("fastgen_jax")
+
+
+def _drop_stdout() -> None:
+    """Lead what stdout still buffers nowhere, for the interpreter flushes it once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,31 @@
+"""Counts what XLA compiles, so that "nothing compiles after warm-up" is a fact that is watched."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
+_EVENT = "/jax/core/compile/backend_compile_duration"
+_counter = {"compilations": 0}
+
+
+def _listen(event: str, _duration: float, **_: object) -> None:
+    if event == _EVENT:
+        _counter["compilations"] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def num_compilations() -> int:
+    """Programs this process has compiled or read from the compile cache since this module was imported."""
+    return _counter["compilations"]
+
+
+@contextmanager
+def forbid_compile() -> Iterator[None]:
+    """Raise at the end if anything was compiled inside."""
+    before = num_compilations()
+    yield
+    if compiled := num_compilations() - before:
+        raise RuntimeError(f"{compiled} programs were compiled where nothing should be")

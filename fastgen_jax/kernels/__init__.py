@@ -1,0 +1,225 @@
+"""Attention over a paged KV pool for ragged batches, and the backends that run it.
+
+A backend is a module that owns the pool's layout, its allocation, the write of new K and V and the attention
+over it; `Backend` is what it offers. This package imports JAX only, so it serves outside the engine too.
+"""
+
+import importlib
+from typing import Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+BACKENDS = ("xla", "reference")  # the best first
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Backend(Protocol):
+    """What a backend module offers.
+
+    Letters: N blocks of B slots, S rows of P blocks, T tokens, H query heads over K KV heads of D.
+    """
+
+    NAME: str
+    DEFAULT_BLOCK_SIZE: int
+
+    def supported(
+        self,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+        dtype: DTypeLike,
+        platform: str,
+    ) -> str | None:
+        """None if the backend can run this, else the reason why not, to follow "cannot run: "."""
+
+    def pool_shapes(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the K and the V pool. Axis 0 is N in both."""
+
+    def pool_dims(self, k_pool: Array, v_pool: Array) -> tuple[int, int, int, int]:
+        """(N, B, K, D) of pools of this backend's layout: `pool_shapes` undone."""
+
+    def allocate(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
+    ) -> tuple[Array, Array]:
+        """Empty K and V pools."""
+
+    def write_kv(self, k_pool: Array, v_pool: Array, k: Array, v: Array, slot_mapping: Array) -> tuple[Array, Array]:
+        """The pools with token t's k[t] and v[t] (each [K, D]) in slot slot_mapping[t] = block * B + offset.
+
+        Slots outside [0, N * B) are dropped. In place when the pools are donated.
+        """
+
+    def ragged_attention(
+        self,
+        q: Array,
+        k_pool: Array,
+        v_pool: Array,
+        cu_q_lens: Array,
+        kv_lens: Array,
+        block_tables: Array,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Array:
+        """The package's `ragged_attention`, its arguments unchecked."""
+
+
+def get_backend(name: str) -> Backend:
+    """The backend module called `name`."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r} does not exist; the backends are {', '.join(BACKENDS)}")
+    return cast(Backend, importlib.import_module(f"{__name__}.{name}"))
+
+
+def choose_backend(
+    name: str | None = None,
+    *,
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int | None = None,
+    dtype: DTypeLike,
+    platform: str | None = None,
+) -> Backend:
+    """The backend called `name`, or the best that can run this model; never another than the one named.
+
+    block_size: None is each backend's own default. platform: "cpu" or "gpu"; None is JAX's default.
+    """
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+    _check_dtype("dtype", dtype)
+    refusals = []
+    for candidate in BACKENDS if name is None else (name,):
+        backend = get_backend(candidate)
+        reason = backend.supported(
+            head_dim,
+            num_heads,
+            num_kv_heads,
+            block_size or backend.DEFAULT_BLOCK_SIZE,
+            dtype,
+            platform or jax.default_backend(),
+        )
+        if reason is None:
+            return backend
+        refusals.append(f"backend={candidate!r} cannot run: {reason}")
+    raise ValueError("; ".join(refusals))
+
+
+def ragged_attention(
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    cu_q_lens: Array,
+    kv_lens: Array,
+    block_tables: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> Array:
+    """Causal attention of a ragged batch of query tokens over a paged KV pool; a building block of its own.
+
+    q: [T, H, D], float32, bfloat16 or float16; the pools have the same dtype.
+    k_pool, v_pool: the backend's own layout (`Backend.allocate`), the new tokens' K and V already written.
+    cu_q_lens: int32 [S + 1], rising from 0; row s owns the tokens cu_q_lens[s] : cu_q_lens[s + 1], the last
+        of its sequence. Unused rows at the end repeat the last value.
+    kv_lens: int32 [S]; row s's sequence has kv_lens[s] tokens, its new ones included.
+    block_tables: int32 [S, P]; position p of row s lives in block block_tables[s, p // B], offset p % B.
+        Entries beyond the sequence, or wholly outside every query's window, may be anything.
+    scale: multiplies q . k.
+    window: a query at position p sees keys p - window + 1 to p (Hugging Face's `sliding_window`); None is
+        all.
+    softcap: scores s become softcap * tanh(s / softcap) before masking; None is off.
+    backend: one of `BACKENDS`; None is the best whose layout the pools have.
+
+    Returns [T, H, D] in q's dtype, zeros for tokens past cu_q_lens[-1]. Slots that no query sees and padding
+    tokens may hold NaN: none of it reaches the result. Lengths are the caller's to keep right; they are
+    values on the device and not checked.
+
+    One sequence of 3 tokens in block 1, whose last 2 are new:
+
+    >>> import jax.numpy as jnp
+    >>> from fastgen_jax.kernels import choose_backend, ragged_attention
+    >>> kv = choose_backend(head_dim=16, num_heads=4, num_kv_heads=2, block_size=8, dtype="float32")
+    >>> pools = kv.allocate(num_blocks=4, block_size=8, num_kv_heads=2, head_dim=16, dtype="float32")
+    >>> k = v = jnp.ones((3, 2, 16))
+    >>> pools = kv.write_kv(*pools, k, v, slot_mapping=jnp.array([8, 9, 10]))
+    >>> q = jnp.ones((2, 4, 16))
+    >>> ragged_attention(q, *pools, jnp.array([0, 2]), jnp.array([3]), jnp.array([[1]]), scale=0.25).shape
+    (2, 4, 16)
+    """
+    _check_rank("q", q, 3, "[T, H, D]")
+    _check_rank("k_pool", k_pool, 4, "a backend's layout")
+    _check_rank("v_pool", v_pool, 4, "a backend's layout")
+    _check_dtype("q", q.dtype)
+    for pool_name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
+        if pool.dtype != q.dtype:
+            raise ValueError(f"{pool_name} is {pool.dtype}; it must be q's dtype, {q.dtype}")
+    _check_rows(cu_q_lens, kv_lens, block_tables)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} is out of range; it must be at least 1, or None for no window")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap={softcap} is out of range; it must be more than 0, or None for no cap")
+    chosen = _choose_for(backend, q, k_pool, v_pool)
+    return chosen.ragged_attention(
+        q, k_pool, v_pool, cu_q_lens, kv_lens, block_tables, scale=scale, window=window, softcap=softcap
+    )
+
+
+def _choose_for(name: str | None, q: Array, k_pool: Array, v_pool: Array) -> Backend:
+    """The backend called `name`, or the best one, that can run q over pools of this shape."""
+    _, num_heads, head_dim = q.shape
+    refusals = []
+    for candidate in BACKENDS if name is None else (name,):
+        backend = get_backend(candidate)
+        num_blocks, block_size, num_kv_heads, _ = backend.pool_dims(k_pool, v_pool)
+        expected = backend.pool_shapes(num_blocks, block_size, num_kv_heads, head_dim)
+        if (k_pool.shape, v_pool.shape) != expected:
+            reason: str | None = (
+                f"k_pool {k_pool.shape} and v_pool {v_pool.shape} do not have its layout for D={head_dim}, "
+                f"such as {expected[0]} and {expected[1]}"
+            )
+        elif num_kv_heads < 1 or num_heads % num_kv_heads:
+            reason = f"q's {num_heads} heads are not a multiple of the pools' {num_kv_heads}"
+        else:
+            platform = jax.default_backend()
+            reason = backend.supported(head_dim, num_heads, num_kv_heads, block_size, q.dtype, platform)
+        if reason is None:
+            return backend
+        refusals.append(f"backend={candidate!r} cannot run: {reason}")
+    raise ValueError("; ".join(refusals))
+
+
+def _check_dtype(name: str, dtype: Any) -> None:
+    if jnp.dtype(dtype).name not in DTYPES:
+        raise ValueError(f"{name} is {jnp.dtype(dtype).name}; it must be one of {', '.join(DTYPES)}")
+
+
+def _check_rank(name: str, array: Array, rank: int, form: str) -> None:
+    if array.ndim != rank:
+        raise ValueError(f"{name} has shape {array.shape}; it must have {rank} dimensions, {form}")
+
+
+def _check_rows(cu_q_lens: Array, kv_lens: Array, block_tables: Array) -> None:
+    """Raise unless the three agree on S and are int32."""
+    _check_rank("cu_q_lens", cu_q_lens, 1, "[S + 1]")
+    _check_rank("kv_lens", kv_lens, 1, "[S]")
+    _check_rank("block_tables", block_tables, 2, "[S, P]")
+    num_rows = kv_lens.shape[0]
+    if cu_q_lens.shape[0] != num_rows + 1:
+        raise ValueError(
+            f"cu_q_lens has {cu_q_lens.shape[0]} entries; it must have {num_rows + 1}, one more than kv_lens"
+        )
+    if block_tables.shape[0] != num_rows:
+        raise ValueError(f"block_tables has {block_tables.shape[0]} rows; it must have {num_rows}, as kv_lens has")
+    for name, array in (("cu_q_lens", cu_q_lens), ("kv_lens", kv_lens), ("block_tables", block_tables)):
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype}; it must be int32")

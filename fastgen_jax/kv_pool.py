@@ -1,0 +1,48 @@
+"""The paged KV pool: how many blocks there is memory for, and their allocation."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fastgen_jax.kernels import Backend
+
+LayerKV = tuple[Array, Array]
+"""One layer's K and V pools, in the backend's layout."""
+
+CPU_POOL_BYTES = 1 << 30
+"""What the pool may take on a CPU unless num_blocks says otherwise."""
+
+
+def block_bytes(config: Any, backend: Backend, block_size: int, dtype: Any) -> int:
+    """Bytes of one block over all layers, K and V together."""
+    shapes = backend.pool_shapes(1, block_size, config.num_kv_heads, config.head_dim)
+    return sum(math.prod(shape) for shape in shapes) * config.num_layers * jnp.dtype(dtype).itemsize
+
+
+def free_bytes(device: jax.Device, utilization: float, temporaries: int) -> int:
+    """What a pool may take on `device`: its memory's share less what is held and what a step needs beside it."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return CPU_POOL_BYTES
+    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - temporaries
+
+
+def fit_blocks(num_bytes: int, bytes_per_block: int, most: int) -> int:
+    """Blocks that fit into `num_bytes`, `most` at most; ValueError if not even two do (one is the null block)."""
+    if num_bytes < 2 * bytes_per_block:
+        raise ValueError(
+            f"no memory for a KV pool: {max(num_bytes, 0):,} bytes are left and a block takes {bytes_per_block:,}; "
+            "lower max_num_batched_tokens, raise gpu_memory_utilization or use a 16-bit dtype"
+        )
+    return min(num_bytes // bytes_per_block, most)
+
+
+def allocate(config: Any, backend: Backend, num_blocks: int, block_size: int, dtype: Any) -> list[LayerKV]:
+    """A zeroed pool for every layer, K and V apart, in the backend's layout."""
+    return [
+        backend.allocate(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
+        for _ in range(config.num_layers)
+    ]

@@ -1,0 +1,92 @@
+"""`put` and `flush`, FastGen's low-level seam: append tokens to sequences by hand, get logits back."""
+
+import itertools
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from fastgen_jax.runner import ModelRunner
+from fastgen_jax.scheduler import BlockPool, Row, Sequence, StepPlan
+
+
+class LowLevel:
+    """Sequences that the caller names and feeds. They live beside no scheduler, so it must be idle."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        block_pool: BlockPool,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+    ):
+        self._runner, self._block_pool = runner, block_pool
+        self._max_num_tokens, self._max_model_len = max_num_tokens, max_model_len
+        self._sequences: dict[Hashable, Sequence] = {}
+        self._free_slots = list(range(max_num_seqs))
+        self._seq_ids = itertools.count(-1, -1)  # the scheduler's are 0 and up
+
+    @property
+    def is_in_use(self) -> bool:
+        return bool(self._sequences)
+
+    def put(self, ids: Seq[Hashable], tokens: Seq[Seq[int]]) -> np.ndarray:
+        """One step of `tokens[i]` appended to sequence `ids[i]` -> float32 logits [len(ids), V].
+
+        ValueError, with nothing changed, for what does not fit into one step, the pool or the context.
+        """
+        self._check(ids, tokens)
+        rows = []
+        for name, new in zip(ids, tokens, strict=True):
+            seq = self._sequences.get(name)
+            if seq is None:
+                seq = self._sequences[name] = Sequence(next(self._seq_ids), [], max_tokens=1)
+                seq.slot = self._free_slots.pop()
+            seq.prompt_token_ids.extend(int(token_id) for token_id in new)
+            missing = self._block_pool.blocks_needed(seq.num_tokens) - len(seq.block_table)
+            seq.block_table += self._block_pool.allocate(missing) or []
+            rows.append(Row(seq, seq.num_computed_tokens, len(new), False))
+            seq.num_computed_tokens = seq.num_tokens
+        return self._runner.logits(StepPlan(rows))
+
+    def flush(self, ids: Seq[Hashable]) -> None:
+        """Forget sequences and free their blocks; ValueError naming an id there is none of."""
+        for name in ids:
+            if name not in self._sequences:
+                raise ValueError(
+                    f"there is no sequence {name!r}; put has made {sorted(map(repr, self._sequences))}"
+                )
+        for name in ids:
+            seq = self._sequences.pop(name)
+            self._block_pool.free(seq.block_table)
+            assert seq.slot is not None
+            self._free_slots.append(seq.slot)
+
+    def _check(self, ids: Seq[Hashable], tokens: Seq[Seq[int]]) -> None:
+        if len(ids) != len(tokens) or len(set(ids)) != len(ids) or not all(len(new) for new in tokens):
+            raise ValueError(
+                f"put takes one non-empty list of tokens for each of its ids {list(ids)!r:.80}, each once"
+            )
+        if (total := sum(map(len, tokens))) > self._max_num_tokens:
+            raise ValueError(
+                f"{total} tokens in one put; max_num_batched_tokens={self._max_num_tokens} allows no more"
+            )
+        new_ids = [name for name in ids if name not in self._sequences]
+        if len(new_ids) > len(self._free_slots):
+            raise ValueError(
+                f"{len(new_ids)} new sequences and {len(self._free_slots)} of max_num_seqs left; flush some"
+            )
+        num_blocks = 0
+        for name, new in zip(ids, tokens, strict=True):
+            seq = self._sequences.get(name)
+            num_tokens = len(new) + (seq.num_tokens if seq else 0)
+            if num_tokens > self._max_model_len:
+                raise ValueError(
+                    f"sequence {name!r} would have {num_tokens} tokens; at most {self._max_model_len} fit"
+                )
+            num_blocks += self._block_pool.blocks_needed(num_tokens) - (len(seq.block_table) if seq else 0)
+        if num_blocks > self._block_pool.num_free:
+            raise ValueError(
+                f"put needs {num_blocks} blocks and {self._block_pool.num_free} are free; flush some"
+            )

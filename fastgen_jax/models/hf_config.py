@@ -1,0 +1,66 @@
+"""Strict reading of Hugging Face's `config.json`: a field is used, known not to matter, or refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# What says nothing about the forward pass: provenance, training, generation defaults, output switches.
+NEUTRAL = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path
+    activation_dropout add_cross_attention architectures attention_dropout attn_implementation
+    auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dropout dtype
+    early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id id2label init_std initializer_range
+    is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id layerdrop
+    length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
+    num_labels num_return_sequences output_attentions output_hidden_states output_scores
+    pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
+    top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unsloth_fixed unsloth_version use_bfloat16 use_cache
+    """.split()  # noqa: SIM905 (a list of strings would take a line for each)
+)
+
+
+class HFConfig:
+    """The fields of one `config.json`, each taken once; `finish` refuses what nobody took."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        self.family = fields.get("model_type", "?")
+        self._left = dict(fields)
+
+    def take(self, name: str, default: Any = None, *, null: Any = ...) -> Any:
+        """The field's value; `default` where it is absent, `null` (else `default` too) where it is null."""
+        value = self._left.pop(name, default)
+        return (default if null is ... else null) if value is None else value
+
+    def need(self, name: str) -> Any:
+        if (value := self._left.pop(name, None)) is None:
+            raise ValueError(f"config.json of this {self.family} model lacks the field {name!r}")
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number from 1; without a `default` the field must be there."""
+        value = self.need(name) if default is None else self.take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} of this {self.family} model must be a whole number from 1")
+        return value
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Take a field that may be absent or have one of the `allowed` values."""
+        value = self.take(name, allowed[0])
+        if value not in allowed:
+            valid = " or ".join(map(repr, allowed))
+            raise ValueError(f"{name}={value!r} of this {self.family} model is not supported, only {valid}")
+
+    def finish(self) -> None:
+        """Refuse the fields that are left over and not known to be neutral."""
+        if method := self._left.get("quantization_config"):
+            name = method.get("quant_method", "?") if isinstance(method, Mapping) else method
+            raise ValueError(f"this checkpoint is quantised ({name}); only 16 and 32 bit ones are supported")
+        unknown = sorted(name for name in set(self._left) - NEUTRAL if self._left[name] is not None)
+        if unknown:
+            shown = ", ".join(f"{name}={self._left[name]!r:.60}" for name in unknown)
+            raise ValueError(f"config.json of this {self.family} model has unsupported fields: {shown}")

@@ -1,0 +1,161 @@
+"""The layers that families are made of.
+
+T tokens, S sequences, H query heads, K KV heads, D head dim, E embed, F MLP, V vocab.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fastgen_jax.batch import RaggedBatch
+from fastgen_jax.kernels import Backend
+from fastgen_jax.kv_pool import LayerKV
+from fastgen_jax.models.rope import rotate
+
+Params = dict[str, Any]
+"""A nested dict of arrays, named as the checkpoint names its modules."""
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+normal = nn.initializers.normal(0.02)
+
+
+def activation(name: str) -> Callable[[Array], Array]:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not supported; choose {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def matmul(x: Array, kernel: Array, *, out_dtype: Any = None) -> Array:
+    """x [T, E] times kernel [E, F]. A float32 model multiplies in true float32, not in a GPU's TF32."""
+    precision = jax.lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None
+    return jnp.einsum("te,ef->tf", x, kernel, precision=precision, preferred_element_type=out_dtype)
+
+
+class Linear(nn.Module):
+    """x [T, E] -> [T, features]. The kernel lies [in, out], the transpose of the checkpoint's weight."""
+
+    features: int
+    use_bias: bool = False
+    out_dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        kernel = self.param("kernel", normal, (x.shape[-1], self.features))
+        y = matmul(x, kernel, out_dtype=self.out_dtype)
+        if self.use_bias:
+            y = y + self.param("bias", nn.initializers.zeros, (self.features,))[None, :]
+        return y
+
+
+class Embed(nn.Module):
+    """A table [num_embeddings, features], read by row, or multiplied with as tied output weights."""
+
+    num_embeddings: int
+    features: int
+
+    def setup(self) -> None:
+        self.embedding = self.param("embedding", normal, (self.num_embeddings, self.features))
+
+    def __call__(self, token_ids: Array) -> Array:
+        return jnp.take(self.embedding, token_ids, axis=0, mode="clip")
+
+    def attend(self, x: Array) -> Array:
+        """x [S, E] -> float32 logits [S, V]."""
+        return matmul(x, self.embedding.T, out_dtype=jnp.float32)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale over the last axis, the division in float32 (arXiv 1910.07467)."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return y.astype(x.dtype) * scale[None, :]
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std * scale + bias over the last axis, in float32; without `affine` no scale and bias."""
+
+    eps: float = 1e-5
+    affine: bool = True
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        if self.affine:
+            y = y * self.param("scale", nn.initializers.ones, (x.shape[-1],))[None, :]
+            y = y + self.param("bias", nn.initializers.zeros, (x.shape[-1],))[None, :]
+        return y.astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Self-attention over the paged pool: project, rotate, write the new K/V, attend, project back.
+
+    `out_name` is what the checkpoint calls the output projection; `window` is in tokens, None is all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    backend: Backend
+    qkv_bias: bool = False
+    out_bias: bool = False
+    out_name: str = "o_proj"
+    window: int | None = None
+
+    @nn.compact
+    def __call__(
+        self, x: Array, batch: RaggedBatch, kv: LayerKV, cos_sin: tuple[Array, Array] | None
+    ) -> tuple[Array, LayerKV]:
+        h, k, d = self.num_heads, self.num_kv_heads, self.head_dim
+        with jax.named_scope("qkv"):
+            qkv = Linear((h + 2 * k) * d, self.qkv_bias, name="qkv_proj")(x).reshape(-1, h + 2 * k, d)
+            queries, keys, values = jnp.split(qkv, (h, h + k), axis=1)
+        if cos_sin is not None:
+            with jax.named_scope("rope"):
+                queries, keys = rotate(queries, *cos_sin), rotate(keys, *cos_sin)
+        with jax.named_scope("write_kv"):
+            kv = self.backend.write_kv(*kv, keys, values, batch.slot_mapping)
+        with jax.named_scope("attention"):
+            out = self.backend.ragged_attention(
+                queries,
+                *kv,
+                batch.cu_q_lens,
+                batch.kv_lens,
+                batch.block_tables,
+                scale=d**-0.5,
+                window=self.window,
+            )
+        with jax.named_scope("out"):
+            return Linear(x.shape[-1], self.out_bias, name=self.out_name)(out.reshape(-1, h * d)), kv
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), gate and up in one matmul."""
+
+    hidden: int
+    act: str
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        gate, up = jnp.split(Linear(2 * self.hidden, self.use_bias, name="gate_up_proj")(x), 2, axis=-1)
+        return Linear(x.shape[-1], self.use_bias, name="down_proj")(activation(self.act)(gate) * up)

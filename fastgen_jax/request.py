@@ -1,0 +1,98 @@
+"""`Sample`: what the host keeps of one sequence beside its tokens, and the `Response` made of it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastgen_jax.detokenize import Detokenizer
+from fastgen_jax.runner import Report
+from fastgen_jax.scheduler import Sequence
+from fastgen_jax.types import Response, SamplingParams, Timings, TokenLogprob
+
+
+@dataclass(eq=False)
+class Sample:
+    """One of the `n` samples of a request, from `Engine.add` to its `Response`.
+
+    prompt: the prompt's text, for echo. on_piece: called with each piece of new text.
+    """
+
+    seq: Sequence
+    params: SamplingParams
+    request_id: int
+    index: int
+    prompt: str
+    detokenizer: Detokenizer | None
+    on_piece: Callable[[str], Any] | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    added: float = field(default_factory=time.perf_counter)
+    scheduled: float | None = None
+    first_token: float | None = None
+
+    def push(self, token_id: int, report: Report | None, row: int) -> bool:
+        """Take in a generated token and stream what text it makes safe; True if a stop string has appeared."""
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        if self.params.logprobs is not None and report is not None:
+            self.logprobs.append(token_logprob(token_id, report, row, self.params.logprobs))
+        if self.detokenizer is None:
+            return False
+        stopped = self.detokenizer.push(token_id, is_stop_token=self.seq.finish_reason == "stop")
+        self._stream(self.detokenizer.take_piece())
+        return stopped
+
+    def wants_prompt_logprobs(self, start: int) -> bool:
+        """Whether a row that starts at token `start` has log-probabilities of the prompt still to report."""
+        last = len(self.seq.prompt_token_ids) - 1
+        return self.params.prompt_logprobs is not None and start < last and len(self.prompt_logprobs) <= last
+
+    def push_prompt(self, start: int, report: Report, first_row: int, num_rows: int) -> None:
+        """Take in the log-probabilities that rows of tokens [start, start + num_rows) give their successors."""
+        prompt = self.seq.prompt_token_ids
+        assert self.params.prompt_logprobs is not None
+        for i in range(num_rows):
+            position = start + i + 1
+            if position == len(self.prompt_logprobs) and position < len(prompt):
+                self.prompt_logprobs.append(
+                    token_logprob(prompt[position], report, first_row + i, self.params.prompt_logprobs)
+                )
+
+    def response(self) -> Response:
+        """The finished response; streams the text held back until now."""
+        text = ""
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
+            self._stream(self.detokenizer.take_piece())
+            text = self.detokenizer.text
+        reason = self.seq.finish_reason
+        assert reason is not None
+        return Response(
+            text=(self.prompt if self.params.full_text else "") + text,
+            token_ids=tuple(self.seq.output_token_ids),
+            prompt_token_ids=tuple(self.seq.prompt_token_ids),
+            finish_reason=reason,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            index=self.index,
+            request_id=self.request_id,
+            num_preemptions=self.seq.num_preemptions,
+            timings=self._timings(),
+        )
+
+    def _stream(self, piece: str) -> None:
+        if piece and self.on_piece is not None:
+            self.on_piece(piece)
+
+    def _timings(self) -> Timings:
+        def since(moment: float | None) -> float | None:
+            return None if moment is None else moment - self.added
+
+        return Timings(since(self.scheduled), since(self.first_token), time.perf_counter() - self.added)
+
+
+def token_logprob(token_id: int, report: Report, row: int, num_top: int) -> TokenLogprob:
+    logprob, top_ids, top_logprobs = report
+    top = zip(top_ids[row, :num_top].tolist(), top_logprobs[row, :num_top].tolist(), strict=True)
+    return TokenLogprob(token_id, float(logprob[row]), tuple(top))

@@ -1,0 +1,296 @@
+"""`Scheduler`: which tokens of which sequences each step computes (Dynamic SplitFuse, arXiv 2401.08671)."""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from fastgen_jax.scheduler.blocks import BlockPool
+from fastgen_jax.scheduler.sequence import Row, Sequence, StepPlan
+from fastgen_jax.types import FinishReason
+
+LOOKAHEAD = 8  # sequences behind a blocked one that a step looks at: its cost may not grow with the queue
+MAX_STALE = 64  # ended sequences that the waiting heap may hold beyond as many as there are live ones
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan being built. `reserve` blocks stay free for the decodes among its rows."""
+
+    budget: int
+    reserve: int = 0
+    rows: list[Row] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Fills each step to its token budget: decodes first, then prompts already begun, then new ones.
+
+    Two loops use it alike. Plain: `plan = schedule()`, run it, `update(plan, token_ids)`. Overlapped:
+    `schedule` and dispatch step n + 1 before `update` of step n; `schedule` counts what it has planned as
+    done, and the device runs steps in order. So a sequence found ended leaves one dead row in the step
+    already dispatched, and its blocks and its slot can be given away at once: the dead row writes to them
+    before any later step can. Pack a plan before calling anything else: later calls change its sequences.
+
+    Rank: higher priority first, then earlier arrival.
+
+    Memory: the pool is the scheduler's alone while it has work. Blocks are claimed chunk by chunk. Prompts
+    leave one block free for each decode that will need another; a begun prompt takes what is left, or
+    waits. A decode that finds no block preempts the worst-ranked running sequence, possibly itself: that
+    one gives up its blocks, keeps its tokens, and waits in front of those of its priority that never ran.
+    A step that preempted admits nobody.
+
+    No starvation: a waiting sequence whose first chunk does not fit is passed by at most `max_bypass`
+    sequences that were behind it. From then on only those in front of it are admitted, and as the
+    best-ranked decode always makes progress, they and all that run come to an end: short of an endless
+    stream of higher priorities, so does every request.
+    """
+
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_bypass: int = 16,
+    ) -> None:
+        if not 1 <= max_num_seqs <= max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs={max_num_seqs} must be between 1 and max_num_batched_tokens="
+                f"{max_num_batched_tokens}: a step has a token for every running sequence"
+            )
+        if max_bypass < 0:
+            raise ValueError(f"max_bypass={max_bypass} is negative; it must be 0 (nothing passes) or more")
+        self.block_pool = block_pool
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._max_bypass = max_bypass
+        self._sequences: dict[int, Sequence] = {}  # every unfinished one
+        self._running: list[Sequence] = []  # those with a slot, best-ranked first
+        self._waiting: list[tuple[int, bool, int, Sequence]] = []  # a heap; ended ones are skipped when met
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))  # a stack
+        self._num_arrivals = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self._sequences)
+
+    def add(self, seq: Sequence) -> None:
+        """Let `seq` wait for its turn. A ValueError if it never could have one."""
+        self.check_can_run(seq)
+        seq.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._sequences[seq.seq_id] = seq
+        self._enqueue(seq)
+
+    def schedule(self) -> StepPlan:
+        """Plan a step and count it as done: its rows' tokens as computed, its samples as in flight.
+
+        A plan without rows means that nothing can run before the `update` of a step already dispatched,
+        or that nothing is left to do.
+        """
+        step = _Step(self._max_num_batched_tokens)
+        begun = self._plan_decodes(step)
+        step.budget -= len(step.rows)
+        if begun is not None:
+            self._plan_begun(begun, step)
+        if not step.preempted and self.block_pool.num_free > step.reserve:
+            self._admit(step)
+        return StepPlan(step.rows, step.preempted)
+
+    def update(self, plan: StepPlan, token_ids: Collection[int]) -> list[Sequence]:
+        """Take in the samples of a step that has run: `token_ids[i]` belongs to `plan.rows[i]`.
+
+        Samples of unfinished prompt chunks and of ended sequences are dropped. Returns the sequences that
+        received a token; those it ended have a `finish_reason`, and their blocks and slots are free.
+        """
+        if len(token_ids) != len(plan.rows):
+            raise ValueError(f"{len(token_ids)} token ids for {len(plan.rows)} rows; it takes one per row")
+        updated = []
+        for (seq, _, _, samples), token_id in zip(plan.rows, token_ids, strict=True):
+            if not samples or seq.finish_reason is not None:
+                continue
+            seq.num_in_flight -= 1
+            output = seq.output_token_ids
+            output.append(token_id)
+            updated.append(seq)
+            if token_id in seq.stop_token_ids and len(output) >= seq.min_tokens:
+                self._end(seq, "stop")
+            elif len(seq.prompt_token_ids) + len(output) >= self._max_num_tokens(seq):
+                self._end(seq, "length")
+        return updated
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End `seq`, for a reason its token ids do not show. If it has ended, only the reason changes."""
+        if seq.is_finished:
+            seq.finish_reason = reason
+        else:
+            self._end(seq, reason)
+
+    def abort(self, seq_id: int) -> Sequence | None:
+        """End the running or waiting sequence of that id; None if there is none."""
+        seq = self._sequences.get(seq_id)
+        if seq is not None:
+            self._end(seq, "abort")
+        return seq
+
+    def check_can_run(self, seq: Sequence) -> None:
+        """ValueError, naming the numbers, if `seq` could never run here; nothing changes."""
+        num_prompt = len(seq.prompt_token_ids)
+        if seq.seq_id in self._sequences:
+            raise ValueError(f"seq_id={seq.seq_id} is in use; an unfinished sequence needs its own id")
+        if seq.is_finished:
+            raise ValueError(f"sequence {seq.seq_id} has ended ({seq.finish_reason}); add a new Sequence")
+        if not num_prompt:
+            raise ValueError(f"sequence {seq.seq_id} has an empty prompt; it needs at least one token")
+        if num_prompt >= self._max_model_len:
+            raise ValueError(
+                f"sequence {seq.seq_id} has a prompt of {num_prompt} tokens; "
+                f"max_model_len={self._max_model_len} allows at most {self._max_model_len - 1}"
+            )
+        if seq.max_tokens < 1:
+            raise ValueError(f"sequence {seq.seq_id} has max_tokens={seq.max_tokens}; it must be at least 1")
+        num_tokens = self._max_num_tokens(seq)
+        needed = self.block_pool.blocks_needed(num_tokens - 1)  # the last token's K/V is never written
+        if needed > (usable := self.block_pool.num_blocks - 1):
+            raise ValueError(
+                f"sequence {seq.seq_id} may grow to {num_tokens} tokens, which take {needed} blocks of "
+                f"{self.block_pool.block_size}, but the pool has {usable}: raise num_blocks to {needed + 1}, "
+                f"or keep prompt + max_tokens within {usable * self.block_pool.block_size + 1}"
+            )
+
+    def _max_num_tokens(self, seq: Sequence) -> int:
+        """Prompt and output tokens at which `seq` ends at the latest."""
+        num_tokens = len(seq.prompt_token_ids) + seq.max_tokens
+        return num_tokens if num_tokens < self._max_model_len else self._max_model_len
+
+    def _plan_decodes(self, step: _Step) -> Sequence | None:
+        """Plan one token for each running decode; return the running prompt that is not computed yet.
+
+        There is one at most: only the last row of a step can fall short of its sequence's last token, for
+        that takes the rest of the budget or of the blocks. Going by rank, a victim of preemption (the last
+        running one) never has its row yet.
+        """
+        rows, block_size, reserve = step.rows, self.block_pool.block_size, 0
+        begun = None
+        for seq in self._running:  # preemption shortens it, from its end
+            start = seq.num_computed_tokens
+            num_tokens = len(seq.prompt_token_ids) + len(seq.output_token_ids) + seq.num_in_flight
+            if num_tokens - start > 1:
+                begun = seq
+                continue
+            if num_tokens >= (max_num_tokens := self._max_num_tokens(seq)):
+                continue  # its last token is in flight
+            if start == len(seq.block_table) * block_size and not self._claim_or_preempt(seq, step):
+                continue
+            seq.num_computed_tokens = num_tokens
+            seq.num_in_flight += 1
+            rows.append(Row(seq, start, 1, True))
+            if len(seq.block_table) * block_size < max_num_tokens - 1:
+                reserve += 1
+        step.reserve = reserve
+        return begun
+
+    def _plan_begun(self, seq: Sequence, step: _Step) -> None:
+        """Plan the next chunk of a begun prompt, as far as tokens and blocks last."""
+        num_blocks = len(seq.block_table) + max(0, self.block_pool.num_free - step.reserve)
+        room = num_blocks * self.block_pool.block_size - seq.num_computed_tokens
+        num_new_tokens = min(seq.num_uncomputed_tokens, step.budget, room)
+        if num_new_tokens and self._claim(seq, num_new_tokens, step.reserve):
+            self._plan_chunk(seq, num_new_tokens, step)
+
+    def _plan_chunk(self, seq: Sequence, num_new_tokens: int, step: _Step) -> None:
+        samples = num_new_tokens == seq.num_uncomputed_tokens
+        step.rows.append(Row(seq, seq.num_computed_tokens, num_new_tokens, samples))
+        step.budget -= num_new_tokens
+        seq.num_computed_tokens += num_new_tokens
+        if samples:
+            seq.num_in_flight += 1
+            step.reserve += len(seq.block_table) * self.block_pool.block_size < self._max_num_tokens(seq) - 1
+
+    def _admit(self, step: _Step) -> None:
+        """Plan first chunks of waiting sequences, those that fit past those that do not (see the class)."""
+        blocked: list[Sequence] = []
+        while self._waiting and self._free_slots and step.budget and len(blocked) <= LOOKAHEAD:
+            seq = heapq.heappop(self._waiting)[-1]
+            if seq.is_finished:
+                continue
+            num_new_tokens = min(seq.num_uncomputed_tokens, step.budget)
+            # The token that a preempted sequence has in flight is part of what it computes anew.
+            if seq.num_in_flight or not self._claim(seq, num_new_tokens, step.reserve):
+                blocked.append(seq)
+            else:
+                seq.slot = self._free_slots.pop()
+                insort(self._running, seq, key=_rank)
+                self._plan_chunk(seq, num_new_tokens, step)
+                for passed in blocked:
+                    passed.num_bypassed += 1
+            if any(passed.num_bypassed >= self._max_bypass for passed in blocked):
+                break
+        for seq in blocked:
+            self._enqueue(seq)
+
+    def _claim(self, seq: Sequence, num_new_tokens: int, reserve: int = 0) -> bool:
+        """Give `seq` the blocks for its next tokens if `reserve` stay free; say whether it has them."""
+        pool = self.block_pool
+        missing = pool.blocks_needed(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
+        if missing == 0:
+            return True
+        blocks = pool.allocate(missing) if missing <= pool.num_free - reserve else None
+        if blocks is None:
+            return False
+        seq.block_table += blocks
+        return True
+
+    def _claim_or_preempt(self, seq: Sequence, step: _Step) -> bool:
+        """Give `seq` a block, at the expense of worse-ranked ones; False if it had to go itself."""
+        while seq.slot is not None:
+            if self._claim(seq, 1):
+                return True
+            self._preempt_worst(step)
+        return False
+
+    def _preempt_worst(self, step: _Step) -> None:
+        """Send the worst-ranked running sequence back to wait, to be computed anew."""
+        seq = self._running.pop()
+        self._release(seq)
+        seq.num_computed_tokens = 0
+        seq.num_preemptions += 1
+        self._enqueue(seq)
+        step.preempted.append(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        heapq.heappush(self._waiting, (-seq.priority, seq.num_preemptions == 0, seq.arrival, seq))
+
+    def _release(self, seq: Sequence) -> None:
+        """Take back the blocks and the slot of a sequence that is leaving `_running`."""
+        assert seq.slot is not None
+        self.block_pool.free(seq.block_table)
+        seq.block_table = []
+        self._free_slots.append(seq.slot)
+        seq.slot = None
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        seq.finish_reason = reason
+        seq.num_in_flight = 0  # what is still to come will be dropped
+        del self._sequences[seq.seq_id]
+        if seq.slot is not None:
+            del self._running[bisect_left(self._running, _rank(seq), key=_rank)]
+            self._release(seq)
+        elif len(self._waiting) > 2 * self.num_waiting + MAX_STALE:
+            self._waiting = [entry for entry in self._waiting if not entry[-1].is_finished]
+            heapq.heapify(self._waiting)
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return -seq.priority, seq.arrival

@@ -1,0 +1,293 @@
+"""What a user passes in and gets back: `SamplingParams`, `Response`, `EngineConfig`. No JAX."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 512
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def refuse_unknown(cls: type, fields: Mapping[str, Any]) -> None:
+    """Raise a TypeError naming every field that `cls`, a dataclass, does not have."""
+    valid = sorted(f.name for f in dataclasses.fields(cls))
+    if unknown := sorted(set(fields) - set(valid)):
+        raise TypeError(
+            f"{cls.__name__} has no field {', '.join(map(repr, unknown))}; the fields are {', '.join(valid)}"
+        )
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled. Every field is honoured for every request; there are no others.
+
+    The logits go through, in this order: logit_bias, repetition_penalty, presence_penalty,
+    frequency_penalty, min_tokens, allowed_token_ids, temperature, top_k, top_p, min_p. That is the
+    order, and these are the definitions, of Hugging Face's `LogitsProcessor`s; the presence and
+    frequency penalties, which Hugging Face lacks, are OpenAI's, over the generated tokens.
+
+    max_tokens: generated tokens at most; None is as many as the context holds.
+    min_tokens: generated tokens before EOS, a stop token or a stop string may end the text.
+    temperature: 0 is greedy.
+    top_p, top_k, min_p: filters for temperature > 0; 1.0, 0 and 0.0 turn them off. Tokens tied with the
+        last one kept are kept.
+    repetition_penalty: over prompt and generated tokens; 1.0 is off.
+    logit_bias: token id -> added to its logit, at most 512 entries.
+    allowed_token_ids: the only tokens that may be generated; None is all.
+    stop: strings that end the text where they first appear; they are cut off unless
+        include_stop_str_in_output.
+    stop_token_ids: tokens that end the text, beside the model's EOS; their text is cut off likewise.
+    ignore_eos: go on after EOS (stop and stop_token_ids still count).
+    skip_special_tokens: leave special tokens out of the text.
+    seed: the same seed gives the same tokens whatever else is in the batch; sample i of n uses seed + i.
+    n: how many samples of one prompt.
+    logprobs: how many of the likeliest tokens to report for each generated token, 0 to 20; None is no
+        report. Log-probabilities are the model's own, before any processor.
+    prompt_logprobs: the same for the prompt's tokens (the first has none).
+    echo, return_full_text: two names for: the text starts with the prompt.
+    """
+
+    max_tokens: int | None = 128
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    return_full_text: bool = False
+
+    def __new__(cls, *_args: Any, **fields: Any) -> "SamplingParams":
+        refuse_unknown(cls, fields)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+            if isinstance(value := getattr(self, name), list | set | frozenset):
+                object.__setattr__(self, name, tuple(value))
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", {})
+        _check_sampling(self)
+
+    @property
+    def full_text(self) -> bool:
+        """Whether the response's text starts with the prompt."""
+        return self.echo or self.return_full_text
+
+    def replace(self, **fields: Any) -> "SamplingParams":
+        """A copy with `fields` changed, checked like a new one."""
+        return SamplingParams(
+            **{**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **fields}
+        )
+
+
+def _number(
+    name: str, value: Any, low: float, high: float, *, whole: bool = False, none: bool = False
+) -> None:
+    """Raise unless `low <= value <= high`; `whole` wants an int, `none` lets None through."""
+    if value is None and none:
+        return
+    kinds = (int,) if whole else (int, float)
+    want = f"{'a whole number' if whole else 'a number'} from {low:g}"
+    want += "" if high == math.inf else f" to {high:g}"
+    want += " or None" if none else ""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be {want}")
+    if not low <= value <= high or math.isinf(value):
+        raise ValueError(f"{name}={value!r} is out of range; it must be {want}")
+
+
+def _check_sampling(p: SamplingParams) -> None:
+    tiny = 1e-6  # stands for "more than 0" in the ranges below
+    _number("max_tokens", p.max_tokens, 1, math.inf, whole=True, none=True)
+    _number("min_tokens", p.min_tokens, 0, math.inf if p.max_tokens is None else p.max_tokens, whole=True)
+    _number("temperature", p.temperature, 0, 1e6)
+    _number("top_p", p.top_p, tiny, 1)
+    _number("top_k", p.top_k, 0, 2**31 - 1, whole=True)
+    _number("min_p", p.min_p, 0, 1)
+    _number("repetition_penalty", p.repetition_penalty, tiny, 1e6)
+    _number("presence_penalty", p.presence_penalty, -2, 2)
+    _number("frequency_penalty", p.frequency_penalty, -2, 2)
+    _number("seed", p.seed, 0, 2**63 - 1, whole=True, none=True)
+    _number("n", p.n, 1, 1024, whole=True)
+    _number("logprobs", p.logprobs, 0, MAX_LOGPROBS, whole=True, none=True)
+    _number("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS, whole=True, none=True)
+    for name in (
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "echo",
+        "return_full_text",
+    ):
+        if not isinstance(value := getattr(p, name), bool):
+            raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be True or False")
+    if not isinstance(p.stop, tuple) or not all(isinstance(s, str) and s for s in p.stop):
+        raise ValueError(f"stop={p.stop!r}; it must be one string or a list of strings, none of them empty")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        ids = getattr(p, name)
+        if ids is not None and not isinstance(ids, tuple):
+            raise TypeError(f"{name}={ids!r} is {type(ids).__name__}; it must be a list of token ids")
+        for token_id in ids or ():
+            _number(f"a token id in {name}", token_id, 0, 2**31 - 1, whole=True)
+    if p.allowed_token_ids is not None and not p.allowed_token_ids:
+        raise ValueError("allowed_token_ids=[] allows no token at all; None allows every token")
+    if not isinstance(p.logit_bias, Mapping) or len(p.logit_bias) > MAX_LOGIT_BIAS:
+        raise ValueError(
+            f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers, not {p.logit_bias!r:.80}"
+        )
+    for token_id, bias in p.logit_bias.items():
+        _number("a token id in logit_bias", token_id, 0, 2**31 - 1, whole=True)
+        _number(f"logit_bias[{token_id}]", bias, -1e30, 1e30)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of one token, and of the likeliest tokens in its place, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds since the request was added: until it was first scheduled, until its first token, until its end.
+
+    None for what never happened.
+    """
+
+    queue: float | None = None
+    first_token: float | None = None
+    total: float | None = None
+
+
+@dataclass(frozen=True)
+class Response:
+    """One finished sample of one prompt.
+
+    finish_reason: "stop" (EOS, a stop token or a stop string), "length" (max_tokens or the context's end),
+        "abort" (aborted; text and token_ids are what there was).
+    token_ids: every generated token, the one that stopped it included.
+    logprobs: one entry for each of token_ids, or None where SamplingParams.logprobs was None.
+    prompt_logprobs: one entry for each prompt token, the first None.
+    index: which of SamplingParams.n samples this is.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    index: int = 0
+    request_id: int = 0
+    num_preemptions: int = 0
+    timings: Timings = Timings()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine divides memory and time. `None` is chosen for the device and the model.
+
+    dtype: of the weights, the activations and the KV pool: float32, bfloat16 or float16.
+    block_size: tokens in a block of KV memory.
+    num_blocks: blocks in the pool, the null block included; otherwise as many as fit into
+        gpu_memory_utilization of the device (of a fixed budget on a CPU).
+    max_num_batched_tokens: the token budget of a step (Dynamic SplitFuse).
+    max_num_seqs: sequences in a step at most; never more than max_num_batched_tokens.
+    max_model_len: longest prompt + output; at most the model's own.
+    backend: attention backend, one of `fastgen_jax.kernels.BACKENDS`.
+    seed: of requests that bring none.
+    overlap: dispatch step n+1 before step n's tokens reach the host. The tokens are the same either way.
+    warm_up: compile every program at construction; otherwise each is compiled when first needed.
+    compile_cache: keep compiled programs on disk between runs.
+    """
+
+    dtype: str | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    backend: str | None = None
+    seed: int = 0
+    overlap: bool = True
+    warm_up: bool = True
+    compile_cache: bool = True
+
+    def __new__(cls, *_args: Any, **fields: Any) -> "EngineConfig":
+        refuse_unknown(cls, fields)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not supported; choose {', '.join(DTYPES)}")
+        _number("block_size", self.block_size, 1, 1024, whole=True, none=True)
+        _number("num_blocks", self.num_blocks, 2, math.inf, whole=True, none=True)
+        _number("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1)
+        _number("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20, whole=True)
+        _number("max_num_seqs", self.max_num_seqs, 1, 2**16, whole=True, none=True)
+        _number("max_model_len", self.max_model_len, 1, math.inf, whole=True, none=True)
+        _number("seed", self.seed, 0, 2**63 - 1, whole=True)
+        if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs={self.max_num_seqs} is more than max_num_batched_tokens={self.max_num_batched_tokens}: "
+                "a step must have a token for every running sequence"
+            )
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """An engine's state and its totals since it was made.
+
+    running, waiting: sequences. blocks, free_blocks: of the KV pool, the null block left out.
+    steps, tokens, padding: steps run, tokens they computed, and rows they were padded by to their buckets.
+    generated_tokens: tokens that became part of a response. preemptions: times a sequence gave up its blocks.
+    dead_rows: rows computed for sequences that had already ended (overlapped loop).
+    compiled, compiled_after_warm_up: programs; the second should be 0.
+    """
+
+    running: int
+    waiting: int
+    blocks: int
+    free_blocks: int
+    steps: int
+    tokens: int
+    padding: int
+    generated_tokens: int
+    preemptions: int
+    dead_rows: int
+    compiled: int
+    compiled_after_warm_up: int

@@ -1,0 +1,13 @@
+"""What every test runs under: the CPU, no network, and strict shapes."""
+
+import os
+import tempfile
+from pathlib import Path
+
+# Read by JAX and huggingface_hub when they are first imported, so set before any test module is.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fastgen-jax-tests-xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

@@ -1,0 +1,114 @@
+"""Pairs of one tiny random model: Hugging Face's PyTorch one, and our engine reading the checkpoint it saved."""
+
+import itertools
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fastgen_jax import checkpoint, kernels, models
+from fastgen_jax.engine import Engine
+
+TOLERANCE = 2e-4
+"""Largest difference between logits, as a share of the largest logit."""
+
+SIZES = {
+    "block_size": 8,
+    "num_blocks": 48,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 8,
+    "warm_up": False,
+    "show_progress": False,
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two models; `hf_config` is the config.json that both read."""
+
+    hf_config: Mapping[str, Any]
+    hf: PreTrainedModel
+    engine: Engine
+
+    @property
+    def vocab_size(self) -> int:
+        return self.hf_config["vocab_size"]
+
+    def hf_logits(self, token_ids: np.ndarray) -> np.ndarray:
+        """token_ids [sequences, tokens], each run whole -> float32 logits [sequences, tokens, V]."""
+        with torch.no_grad():
+            return self.hf(torch.tensor(token_ids)).logits.numpy()
+
+    def hf_logits_decoded(self, token_ids: list[int], num_prompt_tokens: int) -> np.ndarray:
+        """A prompt run whole, then each token by itself over the cache -> float32 logits [tokens, V]."""
+        cuts = [0, *range(num_prompt_tokens, len(token_ids) + 1)]
+        cache, logits = None, []
+        with torch.no_grad():
+            self.hf(torch.tensor([[0]]))  # "dynamic" rope remembers the longest input until it meets a short one
+            for start, stop in itertools.pairwise(cuts):
+                out = self.hf(torch.tensor([token_ids[start:stop]]), past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                logits.append(out.logits[0].numpy())
+        return np.concatenate(logits)
+
+
+def make_pair(hf_config: Mapping[str, Any], **engine_config: Any) -> Pair:
+    """Both models of a config.json, with the same random weights. `engine_config` overrides SIZES."""
+    with tempfile.TemporaryDirectory() as folder:
+        hf = save_random_model(hf_config, Path(folder))
+        return Pair(hf_config, hf, load_engine(Path(folder), **engine_config))
+
+
+def save_random_model(hf_config: Mapping[str, Any], folder: Path) -> PreTrainedModel:
+    """Write a checkpoint to `folder`: random weights, and `hf_config` to the letter as its config.json."""
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    (folder / "config.transformers.json").write_text((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    return model
+
+
+def randomise(model: PreTrainedModel) -> None:
+    """Weights, norm scales and biases so large that no part of the model goes unnoticed in its logits."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(0, 0.2, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                weight += 1
+
+
+def load_model(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Our model of a checkpoint, and its float32 parameters."""
+    found = checkpoint.resolve(folder)
+    family = models.family(found.hf_config["model_type"])
+    config = family.from_hf(found.hf_config)
+    model = family.Model(config, kernels.get_backend("xla"))
+    shapes = jax.eval_shape(partial(models.init_params, model), jax.random.key(0))
+    tied = getattr(config, "tie_word_embeddings", True)
+    params = checkpoint.load_params(
+        found.open(), shapes, dtype="float32", fused=config.fused, tied=tied, progress=False
+    )
+    return model, params
+
+
+def load_engine(folder: Path, **engine_config: Any) -> Engine:
+    model, params = load_model(folder)
+    return Engine(model, params, **(SIZES | engine_config))
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
+    """max |difference| <= TOLERANCE * max |theirs|."""
+    assert ours.shape == theirs.shape
+    difference, scale = np.abs(ours - theirs).max(), np.abs(theirs).max()
+    assert difference <= TOLERANCE * scale, f"logits differ by {difference / scale:.1e} of their scale"

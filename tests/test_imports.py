@@ -1,0 +1,77 @@
+"""Who may import whom, read off the syntax trees; and what an import must not bring with it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "fastgen_jax"
+STDLIB = sys.stdlib_module_names
+
+# Module or folder -> what it may import beside the standard library and itself.
+RULES = {
+    "types": set(),
+    "scheduler": {"fastgen_jax.types"},
+    "detokenize": set(),
+    "progress": {"rich"},
+    "kernels": {"jax", "numpy"},
+    "kv_pool": {"jax", "fastgen_jax.kernels"},
+    "batch": {"jax", "numpy", "fastgen_jax.scheduler"},
+    "models": {"jax", "numpy", "flax", "fastgen_jax.kernels", "fastgen_jax.kv_pool", "fastgen_jax.batch"},
+    "sampling": {"jax", "numpy", "fastgen_jax.types", "fastgen_jax.sampling_state"},
+    "sampling_state": {"jax", "numpy", "fastgen_jax.types"},
+}
+MAY_IMPORT_ENGINE = {"__init__", "async_engine", "pipeline", "cli", "cli_generate"}
+
+
+def files(name: str) -> list[Path]:
+    return sorted((PACKAGE / name).rglob("*.py")) or [PACKAGE / f"{name}.py"]
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found.add(node.module or "")
+            if node.module == "fastgen_jax":
+                found |= {f"fastgen_jax.{alias.name}" for alias in node.names}
+    return found - {"fastgen_jax"}
+
+
+def is_below(module: str, allowed: str) -> bool:
+    return module == allowed or module.startswith(allowed + ".")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_module_imports_only_what_it_may(name):
+    for path in files(name):
+        for module in imports(path):
+            allowed = RULES[name] | {f"fastgen_jax.{name}"}
+            known = module.split(".")[0] in STDLIB or any(is_below(module, a) for a in allowed)
+            assert known, f"{path.name} imports {module}"
+
+
+def test_only_the_fronts_import_the_engine():
+    for path in PACKAGE.rglob("*.py"):
+        if path.stem not in MAY_IMPORT_ENGINE:
+            assert "fastgen_jax.engine" not in imports(path), path
+
+
+def test_the_rules_would_notice():
+    assert imports(PACKAGE / "engine.py") >= {"jax", "fastgen_jax.runner", "fastgen_jax.models"}
+
+
+@pytest.mark.parametrize(
+    "module", ["fastgen_jax", "fastgen_jax.types", "fastgen_jax.scheduler", "fastgen_jax.cli"]
+)
+def test_importing_brings_nothing_heavy(module):
+    heavy = "jax flax numpy transformers torch"
+    code = f"import sys, {module}; print([m for m in {heavy.split()} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

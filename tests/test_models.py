@@ -1,0 +1,226 @@
+"""Every family gives Hugging Face's logits, however a prompt is cut and whatever shares its steps."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from hf import TOLERANCE, Pair, assert_close, make_pair
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgen_jax.types import SamplingParams
+
+NUM_SEQUENCES, LENGTH, BUDGET = 4, 64, 16
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "rms_norm_eps": 1e-5,
+}
+MISTRAL = LLAMA | {"model_type": "mistral"}
+QWEN2 = LLAMA | {"model_type": "qwen2"}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "ffn_dim": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+}
+# A head of 16 dimensions and bases of its own, so that the ramp of "yarn" falls between frequencies.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+WIDE_HEAD = {"num_attention_heads": 4, "rope_theta": 500.0}
+
+ROPE_VARIANTS = {
+    "default": {},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 2.5}},
+    "linear, new spelling": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+    "yarn": {"rope_scaling": YARN},
+    "yarn, mscale": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "yarn, attention_factor": {"rope_scaling": YARN | {"attention_factor": 1.5}},
+    "yarn, not truncated": {"rope_scaling": YARN | {"truncate": False}},
+    "llama3": {"rope_scaling": LLAMA3},
+    "llama3, new spelling": {"rope_parameters": LLAMA3 | {"rope_theta": 20.0}},
+}
+
+VARIANTS = {
+    "llama, MHA": LLAMA | {"num_key_value_heads": 8},
+    "llama, KV heads not said": {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"},
+    "llama, G=2": LLAMA | {"num_key_value_heads": 4},
+    "llama, G=4": LLAMA,
+    "llama, G=8, MQA": LLAMA | {"num_key_value_heads": 1},
+    "llama, tied embeddings": LLAMA | {"tie_word_embeddings": True},
+    "llama, attention_bias": LLAMA | {"attention_bias": True},
+    "llama, mlp_bias": LLAMA | {"mlp_bias": True},
+    "llama, gelu": LLAMA | {"hidden_act": "gelu"},
+    "llama, head_dim": LLAMA | {"head_dim": 24},
+    "llama, dynamic rope": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    **{f"llama, rope {name}": LLAMA | WIDE_HEAD | rope for name, rope in ROPE_VARIANTS.items()},
+    "mistral, window 8": MISTRAL | {"sliding_window": 8},
+    "mistral, window 21": MISTRAL | {"sliding_window": 21},
+    "mistral, window beyond the context": MISTRAL | {"sliding_window": 4096},
+    "mistral, no window": MISTRAL | {"sliding_window": None},
+    "opt": OPT,
+    "opt, norm after": OPT | {"do_layer_norm_before": False},
+    "opt, narrow embeddings": OPT | {"word_embed_proj_dim": 24},
+    "opt-350m's shape": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 24},
+    "opt, no biases": OPT | {"enable_bias": False},
+    "opt, norms without weights": OPT | {"layer_norm_elementwise_affine": False},
+    "opt, no final norm": OPT | {"_remove_final_layer_norm": True},
+    "opt, gelu": OPT | {"activation_function": "gelu"},
+    "qwen2": QWEN2,
+    "qwen2, window off": QWEN2 | {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+    "qwen2, window from layer 1": QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen2, window null": QWEN2 | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+    "qwen2, layer_types": QWEN2
+    | {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen2, tied, yarn": QWEN2 | {"tie_word_embeddings": True, "rope_scaling": YARN},
+}
+
+TOKENS = np.random.default_rng(0).integers(0, 97, (NUM_SEQUENCES, LENGTH))
+
+Step = dict[int, int]
+"""Sequence -> how many of its tokens are put in one step."""
+
+SMALL_STEPS = st.dictionaries(st.integers(0, NUM_SEQUENCES - 1), st.integers(1, 4), min_size=1)
+LARGE_STEPS = st.dictionaries(st.integers(0, NUM_SEQUENCES - 1), st.integers(5, BUDGET), min_size=1, max_size=1)
+CHUNKINGS = st.lists(SMALL_STEPS | LARGE_STEPS, min_size=1, max_size=12)
+
+
+@cache
+def pair_of(variant: str) -> Pair:
+    return make_pair(VARIANTS[variant], max_model_len=LENGTH, max_num_batched_tokens=BUDGET)
+
+
+@cache
+def hf_logits(variant: str) -> np.ndarray:
+    """Hugging Face's logits of TOKENS [NUM_SEQUENCES, LENGTH, V]."""
+    return pair_of(variant).hf_logits(TOKENS)
+
+
+def check_steps(variant: str, steps: list[Step]) -> None:
+    """Put the chunks of `steps`, and compare the logits after each with Hugging Face's."""
+    engine, theirs = pair_of(variant).engine, hf_logits(variant)
+    done: dict[int, int] = {}
+    try:
+        for step in steps:
+            starts = {seq: done.get(seq, 0) for seq in step if done.get(seq, 0) < LENGTH}
+            stops = {seq: min(start + step[seq], LENGTH) for seq, start in starts.items()}
+            if stops:
+                chunks = [TOKENS[seq, starts[seq] : stop].tolist() for seq, stop in stops.items()]
+                ours = engine.put(list(stops), chunks)
+                done |= stops
+                assert_close(ours, np.stack([theirs[seq, stop - 1] for seq, stop in stops.items()]))
+    finally:
+        engine.flush(list(done))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whole_prompts_then_decode(variant):
+    decode = [{0: 1, 1: 1, 2: 1, 3: 1}] * 6
+    check_steps(variant, [{0: 1, 1: 2, 2: 4, 3: 9}, *decode])
+    check_steps(variant, [{0: 16}, {1: 15}, {2: 5, 3: 11}, *decode])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_chunking_then_decode(variant):
+    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
+    @given(CHUNKINGS)
+    def check(steps):
+        seen = sorted({seq for step in steps for seq in step})
+        check_steps(variant, [*steps, *[dict.fromkeys(seen, 1)] * 2])
+
+    check()
+
+
+@pytest.mark.parametrize("variant", ["llama, rope yarn", "mistral, window 8", "opt"])
+def test_every_position_of_a_context_fed_token_by_token(variant):
+    check_steps(variant, [dict.fromkeys(range(NUM_SEQUENCES), 1)] * LENGTH)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_steps_of_different_buckets_and_block_sizes(block_size):
+    prompt = TOKENS[0].tolist()
+    sizes = {"max_num_batched_tokens": 24, "block_size": block_size, "num_blocks": LENGTH + 1}
+    pair = make_pair(LLAMA, max_model_len=LENGTH, **sizes)
+    theirs = pair.hf_logits(TOKENS[:1])[0]
+    for start, stop in ((0, 24), (24, 26), (26, 42), (42, 64)):
+        assert_close(pair.engine.put(["it"], [prompt[start:stop]])[0], theirs[stop - 1])
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        [f"llama, rope {name}" for name in ROPE_VARIANTS],
+        ["mistral, window 8", "mistral, window 21", "mistral, no window"],
+        ["qwen2", "qwen2, window from layer 1", "qwen2, layer_types"],
+    ],
+)
+def test_the_variants_of_a_group_differ_by_far_more_than_the_tolerance(group):
+    """Their weights are the same, so the tests above would see one taken for another."""
+    logits = [hf_logits(variant) for variant in group]
+    for i, one in enumerate(logits):
+        for other in logits[:i]:
+            assert np.abs(one - other).max() > 100 * TOLERANCE * np.abs(one).max()
+
+
+DYNAMIC = LLAMA | {"max_position_embeddings": 24, "rope_scaling": {"type": "dynamic", "factor": 4.0}}
+
+
+@cache
+def dynamic_pair() -> Pair:
+    return make_pair(DYNAMIC, max_model_len=96, max_num_batched_tokens=32)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [10, 24, 25, 32])
+def test_dynamic_rope_beyond_its_positions_is_that_of_a_prompt_run_whole_and_then_decoded(num_prompt_tokens):
+    """Its frequencies change with the length, and the K of a token keep those it was computed with."""
+    pair, tokens = dynamic_pair(), TOKENS[0, :48].tolist()
+    theirs = pair.hf_logits_decoded(tokens, num_prompt_tokens)
+    chunks = [tokens[:num_prompt_tokens], *([token] for token in tokens[num_prompt_tokens:])]
+    ours = np.concatenate([pair.engine.put(["it"], [chunk]) for chunk in chunks])
+    pair.engine.flush(["it"])
+    assert_close(ours, theirs[num_prompt_tokens - 1 :])
+
+
+def test_dynamic_rope_gives_split_prompts_the_logits_of_whole_ones():
+    """Prompts within and beyond the model's positions, cut by the scheduler to fit its steps."""
+    pair = dynamic_pair()
+    prompts = [TOKENS[i, :n].tolist() for i, n in enumerate((10, 20, 45, 60))]
+    wanted = SamplingParams(max_tokens=20, logprobs=20, prompt_logprobs=20)
+    for prompt, response in zip(prompts, pair.engine.generate(prompts, wanted), strict=True):
+        tokens = prompt + list(response.token_ids)
+        theirs = pair.hf_logits_decoded(tokens, len(prompt))[:-1]
+        scale, theirs = np.abs(theirs).max(), np.asarray(jax.nn.log_softmax(theirs))
+        reported = response.prompt_logprobs[1:] + response.logprobs
+        for row, token_id, report in zip(theirs, tokens[1:], reported, strict=True):
+            assert report.token_id == token_id
+            assert abs(report.logprob - row[token_id]) <= TOLERANCE * scale
+            assert max(abs(logprob - row[i]) for i, logprob in report.top) <= TOLERANCE * scale
+
+
+def test_dynamic_rope_matters_beyond_the_positions_only():
+    plain = make_pair(DYNAMIC | {"rope_scaling": None}, max_model_len=24).hf_logits(TOKENS)
+    dynamic = dynamic_pair()
+    assert_close(dynamic.hf_logits(TOKENS[:, :24]), plain[:, :24])
+    assert np.abs(dynamic.hf_logits(TOKENS) - plain).max() > 100 * TOLERANCE * np.abs(plain).max()

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any, cast
@@ -97,7 +97,8 @@ class Engine:
         )
         self._samples: dict[int, Sample] = {}
         self._requests: dict[int, list[Sample]] = {}
-        self._done: deque[Response] = deque()
+        self._done: list[Response] = []
+        self._pieces: deque[tuple[Sample, str]] = deque()
         self._pending: Pending | None = None
         self._ids = itertools.count()
         self._request_ids = itertools.count()
@@ -169,28 +170,24 @@ class Engine:
     ) -> int:
         """Queue a request and return its id; the higher `priority` is served first.
 
-        on_piece: called with each piece of new text, which joined are the response's (without echo).
+        on_piece: called with each piece of new text, which joined are the response's (without echo). It may
+            call `add` and `abort`. If it raises, its request is aborted, and the exception comes out of the
+            `step` or `abort` that called it, when everything is in order again.
         A ValueError for what can never run leaves everything as it was.
         """
         params = self.default_params if params is None else params
-        token_ids, text = self._encode(prompt)
+        token_ids = self._encode(prompt)
         self._check(token_ids, params, on_piece)
-        request_id = next(self._request_ids)
-        samples = [
-            self._sample(request_id, i, token_ids, text, params, priority, on_piece) for i in range(params.n)
-        ]
-        for sample in samples:
-            self._scheduler.add(sample.seq)
-            self._samples[sample.seq.seq_id] = sample
-        self._requests[request_id] = samples
-        return request_id
+        return self._add(prompt, token_ids, params, priority, on_piece)
 
     def step(self) -> list[Response]:
-        """Run one step and return the responses it finished, those of aborted requests included."""
-        finished = self._step_overlapped() if self.config.overlap else self._step_plain()
-        self._done.extend(finished)
-        responses = list(self._done)
-        self._done.clear()
+        """Run one step and return the responses that have finished, those of aborted requests included.
+
+        An exception of the step itself, as of a failing device, aborts every request. After any exception
+        the responses that were ready come from the next `step`.
+        """
+        self._advance()
+        responses, self._done = self._done, []
         return responses
 
     def abort(self, request_id: int) -> bool:
@@ -198,12 +195,9 @@ class Engine:
 
         False if it is unknown or has ended.
         """
-        if request_id not in self._requests:
-            return False
-        for sample in list(self._requests[request_id]):
-            self._scheduler.abort(sample.seq.seq_id)
-            self._done.append(self._close(sample))
-        return True
+        was_live = self._abort(request_id)
+        self._deliver()
+        return was_live
 
     @property
     def has_work(self) -> bool:
@@ -257,33 +251,27 @@ class Engine:
         A prompt that cannot run raises ValueError before any other is begun.
         """
         every = prompt_list(prompts)
-        each = list(params) if isinstance(params, Seq) else [params or self.default_params] * len(every)
+        params = self.default_params if params is None else params
+        each = list(params) if isinstance(params, Seq) else [params] * len(every)
         if len(each) != len(every):
             raise ValueError(f"{len(each)} params for {len(every)} prompts; give one, or one for each")
-        for prompt, wanted in zip(every, each, strict=True):
-            self._check(self._encode(prompt)[0], wanted, None)
-        ids = [self.add(prompt, wanted) for prompt, wanted in zip(every, each, strict=True)]
-        mine = set(ids)
-        found: dict[int, list[Response]] = {request_id: [] for request_id in ids}
-        num_left = sum(wanted.n for wanted in each)
-        others: list[Response] = []
-        with progress.bar("generating", num_left, show_progress, "samples") as advance:
+        encoded = [self._encode(prompt) for prompt in every]
+        for token_ids, wanted in zip(encoded, each, strict=True):
+            self._check(token_ids, wanted, None)
+        mine = {self._add(*request) for request in zip(every, encoded, each, strict=True)}
+        responses: list[Response] = []
+        with progress.bar("generating", sum(p.n for p in each), show_progress, "samples") as advance:
             try:
-                while num_left:
-                    for response in self.step():
-                        if response.request_id in mine:
-                            found[response.request_id].append(response)
-                            num_left -= 1
-                            advance(1)
-                        else:
-                            others.append(response)
+                while not mine.isdisjoint(self._requests):
+                    self._advance()
+                    finished = self._take(mine)
+                    responses += finished
+                    advance(len(finished))
             finally:
-                for request_id in ids:
-                    self.abort(request_id)
-                self._done.extendleft(reversed(others))
-        return [
-            r for request_id in ids for r in sorted(found[request_id], key=lambda response: response.index)
-        ]
+                for request_id in mine:
+                    self._abort(request_id)
+                self._take(mine)
+        return sorted(responses, key=lambda response: (response.request_id, response.index))
 
     def chat(
         self,
@@ -311,20 +299,20 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of the response's text as they become final; joined, they are its text (without echo).
 
-        Leaving the loop early aborts the request.
+        Leaving the loop early aborts the request. Between two pieces the engine may be used as ever; the
+        responses of other requests come from `step`.
         """
         pieces: deque[str] = deque()
         request_id = self.add(prompt, params, on_piece=pieces.append)
-        others: list[Response] = []
         try:
-            while request_id in self._requests:
-                others += [r for r in self.step() if r.request_id != request_id]
-                while pieces:
+            while pieces or request_id in self._requests:
+                if pieces:
                     yield pieces.popleft()
+                else:
+                    self._advance()
         finally:
-            self.abort(request_id)
-            mine = [r for r in self._done if r.request_id != request_id]
-            self._done = deque(others + mine)
+            self._abort(request_id)
+            self._take({request_id})
 
     # FastGen's low-level seam
 
@@ -346,19 +334,61 @@ class Engine:
 
     # The loop
 
-    def _step_plain(self) -> list[Response]:
-        plan = self._scheduler.schedule()
-        return self._finish(self._dispatch(plan)) if plan.rows else []
+    def _advance(self) -> None:
+        """Run one step: the responses it finished are in `_done`, and its pieces have been handed out."""
+        try:
+            if self.config.overlap:
+                self._step_overlapped()
+            else:
+                self._step_plain()
+        except BaseException:
+            self._pending = None  # rows may count as computed that never were: no request can go on
+            for request_id in list(self._requests):
+                self._abort(request_id)
+            raise
+        self._deliver()
 
-    def _step_overlapped(self) -> list[Response]:
+    def _deliver(self) -> None:
+        """Call on_piece for every piece there is; all is in order by now, whatever a callback does."""
+        while self._pieces:
+            sample, piece = self._pieces.popleft()
+            try:
+                if sample.on_piece is not None:
+                    sample.on_piece(piece)
+            except BaseException:
+                sample.on_piece = None
+                self._abort(sample.request_id)
+                raise
+
+    def _abort(self, request_id: int) -> bool:
+        samples = list(self._requests.get(request_id, ()))
+        for sample in samples:
+            self._scheduler.finish(sample.seq, "abort")
+            self._close(sample)
+            self._queue_piece(sample)
+        return bool(samples)
+
+    def _take(self, request_ids: Collection[int]) -> list[Response]:
+        """Remove the responses of these requests from `_done`, and return them."""
+        taken = [response for response in self._done if response.request_id in request_ids]
+        if taken:
+            self._done = [response for response in self._done if response.request_id not in request_ids]
+        return taken
+
+    def _step_plain(self) -> None:
+        plan = self._scheduler.schedule()
+        if plan.rows:
+            self._finish(self._dispatch(plan))
+
+    def _step_overlapped(self) -> None:
         """Dispatch the next step before the last one's tokens are fetched: the device never waits for the host."""
         plan = self._scheduler.schedule()
         before, self._pending = self._pending, self._dispatch(plan) if plan.rows else None
-        finished = self._finish(before) if before else []
+        if before is not None:
+            self._finish(before)
         if self._pending is not None and not self._scheduler.has_work:  # nothing but dead rows
             self._finish(self._pending)
             self._pending = None
-        return finished
 
     def _dispatch(self, plan: StepPlan) -> Pending:
         now = time.perf_counter()
@@ -380,23 +410,26 @@ class Engine:
     def _wants_prompt(self, row: Row) -> bool:
         return self._samples[row.seq.seq_id].wants_prompt_logprobs(row.start)
 
-    def _finish(self, pending: Pending) -> list[Response]:
-        """Take in a step's tokens; the responses of the sequences it ended."""
+    def _finish(self, pending: Pending) -> None:
+        """Take in a step's tokens and close the samples that end with them."""
         tokens, report, prompt_report = pending.tokens(), pending.report(), pending.prompt_report()
         rows = pending.plan.rows
         self._totals["dead_rows"] += sum(row.seq.is_finished for row in rows)
         if prompt_report is not None:
             self._push_prompt(pending.plan, prompt_report)
         row_of = {row.seq.seq_id: i for i, row in enumerate(rows)}
-        finished = []
         for seq in self._scheduler.update(pending.plan, tokens):
             sample = self._samples[seq.seq_id]
             self._totals["generated_tokens"] += 1
             if sample.push(seq.output_token_ids[-1], report, row_of[seq.seq_id]):
                 self._scheduler.finish(seq, "stop")
             if seq.is_finished:
-                finished.append(self._close(sample))
-        return finished
+                self._close(sample)
+            self._queue_piece(sample)
+
+    def _queue_piece(self, sample: Sample) -> None:
+        if sample.on_piece is not None and (piece := sample.take_piece()):
+            self._pieces.append((sample, piece))
 
     def _push_prompt(self, plan: StepPlan, report: Report) -> None:
         first = 0
@@ -406,34 +439,62 @@ class Engine:
                 sample.push_prompt(row.start, report, first, row.num_new_tokens)
             first += row.num_new_tokens
 
-    def _close(self, sample: Sample) -> Response:
-        """Forget a finished sample; its response."""
+    def _close(self, sample: Sample) -> None:
+        """Forget a finished sample; its response is then in `_done`."""
         del self._samples[sample.seq.seq_id]
         live = self._requests[sample.request_id]
         live.remove(sample)
         if not live:
             del self._requests[sample.request_id]
-        return sample.response()
+        self._done.append(sample.response())
 
     def num_prompt_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt is for this model."""
-        return len(self._encode(prompt)[0])
+        return len(self._encode(prompt))
 
     # From requests to sequences
 
-    def _encode(self, prompt: Prompt) -> tuple[list[int], str]:
-        """Token ids and text of a prompt."""
+    def _add(
+        self,
+        prompt: Prompt,
+        token_ids: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        on_piece: OnPiece | None = None,
+    ) -> int:
+        """Queue a request that has passed `_check`; its id, higher than any before."""
+        request_id = next(self._request_ids)
+        text = self._text(prompt, params) if params.full_text else ""
+        samples = [
+            self._sample(request_id, i, token_ids, text, params, priority, on_piece) for i in range(params.n)
+        ]
+        for sample in samples:
+            self._scheduler.add(sample.seq)
+            self._samples[sample.seq.seq_id] = sample
+        self._requests[request_id] = samples
+        return request_id
+
+    def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this engine has no tokenizer; give prompts as lists of token ids")
-            return list(self.tokenizer(prompt)["input_ids"]), prompt
+            return list(self.tokenizer(prompt)["input_ids"])
         if not is_token_ids(prompt):
             raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r:.60}")
-        text = "" if self.tokenizer is None else self.tokenizer.decode(list(prompt), skip_special_tokens=True)
-        return [int(token_id) for token_id in prompt], text
+        return [int(token_id) for token_id in prompt]
+
+    def _text(self, prompt: Prompt, params: SamplingParams) -> str:
+        """A prompt's text, for echo."""
+        if isinstance(prompt, str) or self.tokenizer is None:
+            return prompt if isinstance(prompt, str) else ""
+        return self.tokenizer.decode(
+            list(prompt), skip_special_tokens=params.skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     def _check(self, token_ids: list[int], params: SamplingParams, on_piece: OnPiece | None) -> None:
         """ValueError for a request that can never run; nothing has changed."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params={params!r:.60} is {type(params).__name__}; it must be SamplingParams")
         vocab_size = self._runner.model.config.vocab_size
         named = {
             "the prompt": token_ids,
@@ -451,6 +512,8 @@ class Engine:
             raise ValueError(
                 "stop strings need a tokenizer, which this engine does not have; use stop_token_ids"
             )
+        if self.tokenizer is None and on_piece is not None:
+            raise ValueError("this engine has no tokenizer, so there is no text to stream; use add and step")
         if params.n > 1 and on_piece is not None:
             raise ValueError(f"n={params.n} samples cannot be streamed as one text; stream them one by one")
         if self._low_level.is_in_use:
@@ -529,13 +592,14 @@ class Engine:
 def is_token_ids(prompt: Any) -> bool:
     """Whether `prompt` is a list of token ids rather than a string or a list of prompts."""
     return (
-        not isinstance(prompt, str)
+        isinstance(prompt, Seq | np.ndarray)
+        and not isinstance(prompt, str | bytes)
         and len(prompt) > 0
         and all(isinstance(i, int | np.integer) for i in prompt)
     )
 
 
-def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
-    alone = isinstance(prompts, str) or is_token_ids(prompts)
+    alone = not isinstance(prompts, Iterable) or isinstance(prompts, str) or is_token_ids(prompts)
     return cast(list[Prompt], [prompts] if alone else list(prompts))

@@ -15,7 +15,7 @@ from fastgen_jax.types import Response, SamplingParams, Timings, TokenLogprob
 class Sample:
     """One of the `n` samples of a request, from `Engine.add` to its `Response`.
 
-    prompt: the prompt's text, for echo. on_piece: called with each piece of new text.
+    prompt: the prompt's text, for echo. on_piece: what the engine calls with each piece of new text.
     """
 
     seq: Sequence
@@ -32,16 +32,18 @@ class Sample:
     first_token: float | None = None
 
     def push(self, token_id: int, report: Report | None, row: int) -> bool:
-        """Take in a generated token and stream what text it makes safe; True if a stop string has appeared."""
+        """Take in a generated token; True if a stop string has appeared."""
         if self.first_token is None:
             self.first_token = time.perf_counter()
         if self.params.logprobs is not None and report is not None:
             self.logprobs.append(token_logprob(token_id, report, row, self.params.logprobs))
         if self.detokenizer is None:
             return False
-        stopped = self.detokenizer.push(token_id, is_stop_token=self.seq.finish_reason == "stop")
-        self._stream(self.detokenizer.take_piece())
-        return stopped
+        return self.detokenizer.push(token_id, is_stop_token=self.seq.finish_reason == "stop")
+
+    def take_piece(self) -> str:
+        """The new text that no later token can change, all that is left of it after `response`."""
+        return "" if self.detokenizer is None else self.detokenizer.take_piece()
 
     def wants_prompt_logprobs(self, start: int) -> bool:
         """Whether a row that starts at token `start` has log-probabilities of the prompt still to report."""
@@ -60,11 +62,10 @@ class Sample:
                 )
 
     def response(self) -> Response:
-        """The finished response; streams the text held back until now."""
+        """The finished response."""
         text = ""
         if self.detokenizer is not None:
             self.detokenizer.finish()
-            self._stream(self.detokenizer.take_piece())
             text = self.detokenizer.text
         reason = self.seq.finish_reason
         assert reason is not None
@@ -80,10 +81,6 @@ class Sample:
             num_preemptions=self.seq.num_preemptions,
             timings=self._timings(),
         )
-
-    def _stream(self, piece: str) -> None:
-        if piece and self.on_piece is not None:
-            self.on_piece(piece)
 
     def _timings(self) -> Timings:
         def since(moment: float | None) -> float | None:

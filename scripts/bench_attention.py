@@ -2,8 +2,9 @@
 
 `python scripts/bench_attention.py --backend xla --dtype float32`
 
-The last column is what one more context token costs a row, over what it costs from context 64 to 512:
-1.0 is linear in the tokens attended to, however wide the block table is.
+The last column is the time per key that a query row sees. Where it stays the same from context 64 to 8192,
+the time is linear in the tokens attended to, however wide the block table is. The works take turns, so that
+none finds its keys in a cache because it ran just before.
 """
 
 import argparse
@@ -63,53 +64,51 @@ class Layer:
     def _attend(self, q: jax.Array, *rest: jax.Array) -> jax.Array:
         return self.kernels.ragged_attention(q, *rest, scale=self.heads.head_dim**-0.5)
 
-    def attention_ms(self, rows: list[tuple[int, int]], repeats: int) -> float:
-        """Milliseconds of attention over rows of (q_len, kv_len)."""
+    def attention(self, rows: list[tuple[int, int]]) -> Callable[[], object]:
+        """A call of attention over rows of (q_len, kv_len)."""
         q_lens, kv_lens = np.array(rows + [(0, 0)] * (NUM_ROWS - len(rows)), np.int32).T
         cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
         q = jnp.ones((int(cu_q_lens[-1]), self.heads.num_heads, self.heads.head_dim), self.dtype)
-        args = (q, *self.pools, jnp.asarray(cu_q_lens), jnp.asarray(kv_lens), self.tables)
-        return median_ms(lambda: self.attend(*args), repeats)
+        args = (q, jnp.asarray(cu_q_lens), jnp.asarray(kv_lens), self.tables)
+        return lambda: self.attend(args[0], *self.pools, *args[1:])
 
-    def write_ms(self, num_tokens: int, repeats: int) -> float:
-        """Milliseconds of writing that many tokens' K and V to consecutive slots."""
+    def writing(self, num_tokens: int) -> Callable[[], object]:
+        """A call that writes that many tokens' K and V to consecutive slots."""
         k = jnp.ones((num_tokens, self.heads.num_kv_heads, self.heads.head_dim), self.dtype)
         slots = jnp.arange(num_tokens, dtype=jnp.int32)
 
-        def write() -> tuple[jax.Array, ...]:
+        def write() -> object:
             self.pools = self.write(*self.pools, k, k, slots)
             return self.pools
 
-        return median_ms(write, repeats)
+        return write
 
 
-def median_ms(call: Callable[[], object], repeats: int) -> float:
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return 1e3 * float(np.median(times))
+def median_ms(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Milliseconds of each call, taking turns; the first turn compiles and is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(time.perf_counter() - start)
+    return {name: 1e3 * float(np.median(seconds[1:])) for name, seconds in times.items()}
 
 
 def report(layer: Layer, repeats: int) -> None:
     """Print the table's rows for one layer."""
-
-    def line(work: str, ms: float, note: str = "") -> None:
-        print(f"| {layer.heads.name} | {work} | {ms:.2f} | {note} |", flush=True)
-
-    decode = {c: layer.attention_ms([(1, c)] * NUM_ROWS, repeats) for c in DECODE_CONTEXTS}
-    slope = (decode[512] - decode[64]) / (512 - 64)
-    for context, ms in decode.items():
-        relative = (ms - decode[64]) / (context - 64) / slope if context > 512 else None
-        line(f"{NUM_ROWS} decodes at context {context}", ms, f"{relative:.2f}" if relative else "")
-    line("1 decode at 8192, 31 at 64", layer.attention_ms([(1, 8192)] + [(1, 64)] * 31, repeats))
-    line("512-token prompt", layer.attention_ms([(512, 512)], repeats))
-    line("512-token chunk after 512", layer.attention_ms([(512, 1024)], repeats))
-    line("31 decodes at 192, 481-token prompt", layer.attention_ms([(1, 192)] * 31 + [(481, 481)], repeats))
-    line("write 32 tokens", layer.write_ms(32, repeats))
-    line("write 512 tokens", layer.write_ms(512, repeats))
+    decodes = {f"{NUM_ROWS} decodes at context {c}": [(1, c)] * NUM_ROWS for c in DECODE_CONTEXTS}
+    decodes["1 decode at 8192, 31 at 64"] = [(1, 8192)] + [(1, 64)] * 31
+    prompts = {
+        "512-token prompt": [(512, 512)],
+        "512-token chunk after 512": [(512, 1024)],
+        "31 decodes at 192, 481-token prompt": [(1, 192)] * 31 + [(481, 481)],
+    }
+    calls = {work: layer.attention(rows) for work, rows in (decodes | prompts).items()}
+    calls |= {f"write {num_tokens} tokens": layer.writing(num_tokens) for num_tokens in (32, 512)}
+    for work, ms in median_ms(calls, repeats).items():
+        keys = sum(kv_len for _, kv_len in decodes.get(work, []))
+        print(f"| {layer.heads.name} | {work} | {ms:.2f} | {f'{1e6 * ms / keys:.0f}' if keys else ''} |")
 
 
 def main() -> None:
@@ -119,7 +118,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, help="default: the backend's own")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
-    print("| heads | work of one layer | ms | marginal cost |")
+    print("| heads | work of one layer | ms | ns per key |")
     print("|---|---|---|---|")
     for heads in MODELS:
         report(Layer(heads, args.backend, args.dtype, args.block_size), args.repeats)

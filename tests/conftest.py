@@ -1,4 +1,4 @@
-"""What every test runs under: the CPU, no network, and strict shapes."""
+"""What every test runs under: the CPU, no network, strict shapes, and a compiler that hurries."""
 
 import os
 import tempfile
@@ -11,3 +11,5 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fastgen-jax-tests-xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Tiny programs compile three times faster unoptimised, and their results differ by rounding only.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

@@ -32,39 +32,40 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Pair:
-    """The two models; `hf_config` is the config.json that both read."""
+    """The two models."""
 
-    hf_config: Mapping[str, Any]
     hf: PreTrainedModel
     engine: Engine
 
-    @property
-    def vocab_size(self) -> int:
-        return self.hf_config["vocab_size"]
-
     def hf_logits(self, token_ids: np.ndarray) -> np.ndarray:
         """token_ids [sequences, tokens], each run whole -> float32 logits [sequences, tokens, V]."""
+        self._forget_lengths()
         with torch.no_grad():
             return self.hf(torch.tensor(token_ids)).logits.numpy()
 
     def hf_logits_decoded(self, token_ids: list[int], num_prompt_tokens: int) -> np.ndarray:
         """A prompt run whole, then each token by itself over the cache -> float32 logits [tokens, V]."""
+        self._forget_lengths()
         cuts = [0, *range(num_prompt_tokens, len(token_ids) + 1)]
         cache, logits = None, []
         with torch.no_grad():
-            self.hf(torch.tensor([[0]]))  # "dynamic" rope remembers the longest input until it meets a short one
             for start, stop in itertools.pairwise(cuts):
                 out = self.hf(torch.tensor([token_ids[start:stop]]), past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
                 logits.append(out.logits[0].numpy())
         return np.concatenate(logits)
 
+    def _forget_lengths(self) -> None:
+        """A "dynamic" rope keeps the frequencies of the longest input so far until it meets a short one."""
+        with torch.no_grad():
+            self.hf(torch.tensor([[0]]))
+
 
 def make_pair(hf_config: Mapping[str, Any], **engine_config: Any) -> Pair:
     """Both models of a config.json, with the same random weights. `engine_config` overrides SIZES."""
     with tempfile.TemporaryDirectory() as folder:
         hf = save_random_model(hf_config, Path(folder))
-        return Pair(hf_config, hf, load_engine(Path(folder), **engine_config))
+        return Pair(hf, load_engine(Path(folder), **engine_config))
 
 
 def save_random_model(hf_config: Mapping[str, Any], folder: Path) -> PreTrainedModel:

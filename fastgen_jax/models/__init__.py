@@ -39,7 +39,5 @@ def init_params(model: Any, key: jax.Array) -> Params:
         return module.logits(module(batch, kv_pool)[0])
 
     c = model.config
-    kv_pool = [
-        model.backend.allocate(2, 16, c.num_kv_heads, c.head_dim, jnp.float32) for _ in range(c.num_layers)
-    ]
+    kv_pool = [model.backend.allocate(2, 16, c.num_kv_heads, c.head_dim, jnp.float32) for _ in range(c.num_layers)]
     return nn.init(everything, model)(key, RaggedBatch.empty(16, 1, 1), kv_pool)["params"]

@@ -74,9 +74,7 @@ def read_config(fields: HFConfig, *, windows: tuple[int | None, ...], **switches
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
-        )
+        raise ValueError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
     head_dim = fields.take("head_dim")
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}")

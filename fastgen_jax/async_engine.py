@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastgen_jax.engine import Engine, Messages, Prompt
@@ -39,40 +41,38 @@ class AsyncEngine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Response | list[Response]:
         """The response to one prompt; a list of n where params.n > 1."""
-        responses = [
-            item
-            async for item in self._request(prompt, params, priority, stream=False)
-            if isinstance(item, Response)
-        ]
+        async with aclosing(self._request(prompt, params, priority, stream=False)) as items:
+            responses = [item async for item in items if isinstance(item, Response)]
         responses.sort(key=lambda response: response.index)
         return responses if len(responses) > 1 else responses[0]
 
-    async def chat(
-        self, messages: Messages, params: SamplingParams | None = None
-    ) -> Response | list[Response]:
+    async def chat(self, messages: Messages, params: SamplingParams | None = None) -> Response | list[Response]:
         """`generate` through the tokenizer's chat template."""
-        return await self.generate(self._engine.chat_prompt(messages), params)
+        # On the engine's thread, for a tokenizer is not safe to use from two.
+        prompt = await self._call(partial(self._engine.chat_prompt, messages))
+        return await self.generate(prompt, params)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str]:
         """Pieces of the text as they become final; joined, they are the response's text (without echo)."""
-        async for item in self._request(prompt, params, priority, stream=True):
-            if isinstance(item, str):
-                yield item
+        async with aclosing(self._request(prompt, params, priority, stream=True)) as items:
+            async for item in items:
+                if isinstance(item, str):
+                    yield item
 
     async def stats(self) -> EngineStats:
         return await self._call(self._engine.stats)
 
     async def close(self) -> None:
-        """Abort what runs and stop the thread."""
+        """Abort what runs, which ends in a RuntimeError for those who wait, and stop the thread."""
         self._closing = True
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
 
     async def _request(
         self, prompt: Prompt, params: SamplingParams | None, priority: int, *, stream: bool
-    ) -> AsyncIterator[str | Response]:
+    ) -> AsyncGenerator[str | Response]:
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[Item] = asyncio.Queue()
         added: list[int] = []
@@ -81,9 +81,7 @@ class AsyncEngine:
             call_soon(loop, items.put_nowait, item)
 
         def add() -> None:
-            added.append(
-                self._engine.add(prompt, params, priority=priority, on_piece=put if stream else None)
-            )
+            added.append(self._engine.add(prompt, params, priority=priority, on_piece=put if stream else None))
             self._watchers[added[0]] = put
 
         def forget() -> None:
@@ -91,7 +89,7 @@ class AsyncEngine:
                 self._watchers.pop(request_id, None)
                 self._engine.abort(request_id)
 
-        num_left = 1 if params is None else params.n
+        num_left = (params or self._engine.default_params).n
         try:
             await self._call(add)
             while num_left:
@@ -115,8 +113,7 @@ class AsyncEngine:
 
         def run() -> None:
             try:
-                if self._stopped:
-                    raise RuntimeError("the engine is closed") from self._error
+                self._refuse_if_stopped()
                 result = function()
             except Exception as error:
                 call_soon(loop, settle, future.set_exception, error)
@@ -124,10 +121,14 @@ class AsyncEngine:
                 call_soon(loop, settle, future.set_result, result)
 
         with self._lock:
-            if self._stopped:
-                raise RuntimeError("the engine is closed") from self._error
+            self._refuse_if_stopped()
             self._commands.put(run)
         return await future
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped:
+            why = "is closed" if self._error is None else f"stopped: {self._error!r}"
+            raise RuntimeError(f"the engine {why}") from self._error
 
     def _run(self) -> None:
         """The thread: commands between steps, and while there is nothing to do, only commands."""
@@ -138,6 +139,9 @@ class AsyncEngine:
                     for response in self._engine.step():
                         if response.request_id in self._watchers:
                             self._watchers[response.request_id](response)
+            for request_id in self._watchers:
+                self._engine.abort(request_id)
+            self._engine.step()  # takes in the step that is still on the device, and their responses
         except BaseException as error:
             self._error = error
         with self._lock:

@@ -145,9 +145,7 @@ class Layout:
         position = jnp.where(real, kv_lens[row] - cu_q_lens[row + 1] + index, 0)
         slot = arrays["slots"][row]
         token_ids = jnp.where(arrays["token_ids"] < 0, token_pool[slot, position], arrays["token_ids"])
-        token_pool = token_pool.at[jnp.where(real, slot, self.max_num_seqs), position].set(
-            token_ids, mode="drop"
-        )
+        token_pool = token_pool.at[jnp.where(real, slot, self.max_num_seqs), position].set(token_ids, mode="drop")
         block = jnp.where(real, block_tables[row, position // self.block_size], 0)
         num_prompt = arrays["settings"][row, Settings._fields.index("num_prompt_tokens")]
         batch = RaggedBatch(

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from fastgen_jax.cli_output import WAITING, Printer, note, spinner, summary
-from fastgen_jax.cli_prompts import chat_prompt, with_system
+from fastgen_jax.cli_prompts import with_system
 from fastgen_jax.types import Response, SamplingParams
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def talk(engine: "Engine", fields: Mapping[str, Any], args: argparse.Namespace, 
     params = engine.default_params.replace(**fields)
     chats = args.chat or args.system is not None
     if chats:  # what the template refuses, it refuses before anything is typed
-        chat_prompt(engine, with_system(args.system, [{"role": "user", "content": "Hello"}]))
+        engine.chat_prompt(with_system(args.system, [{"role": "user", "content": "Hello"}]))
     elif args.chat is None:
         chats = getattr(engine.tokenizer, "chat_template", None) is not None
     what = f"a conversation, {FORGET} forgets it" if chats else "it continues what you write"
@@ -48,7 +48,7 @@ def talk(engine: "Engine", fields: Mapping[str, Any], args: argparse.Namespace, 
             continue
         messages.append({"role": "user", "content": text})
         try:
-            prompt = chat_prompt(engine, with_system(args.system, messages)) if chats else text
+            prompt = engine.chat_prompt(with_system(args.system, messages)) if chats else text
             printer = Printer([KEY], out)
             request_id = engine.add(prompt, params, on_piece=partial(printer.piece, KEY))
         except ValueError as error:  # such as a conversation longer than the model's context

@@ -8,10 +8,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastgen_jax.types import DTYPES, EngineConfig, SamplingParams
-
-DEFAULT_MODEL = "smollm2-135m"
-"""`fastgen_jax.checkpoint.DEFAULT_MODEL`, which cannot be had without importing JAX."""
+from fastgen_jax.types import DEFAULT_MODEL, DTYPES, EngineConfig, SamplingParams
 
 SAMPLING_HELP = {
     "max_tokens": "generated tokens at most; none is as many as the context holds",

@@ -38,7 +38,7 @@ class Job:
 
     def encoded(self, engine: "Engine") -> str | list[int]:
         """What the engine takes: a conversation as the token ids of its template."""
-        return self.prompt if self.messages is None else chat_prompt(engine, self.messages)
+        return self.prompt if self.messages is None else engine.chat_prompt(self.messages)
 
     def in_chat(self, system: str | None) -> "Job":
         """The text as a user's message, behind the system's, which a conversation with its own keeps."""
@@ -62,16 +62,6 @@ def with_system(system: str | None, messages: Messages) -> Messages:
     if system is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]
-
-
-def chat_prompt(engine: "Engine", messages: Messages) -> list[int]:
-    """The token ids of a conversation; ValueError where the template refuses it, as some do the system's."""
-    try:
-        return engine.chat_prompt(messages)
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] != "jinja2":
-            raise
-        raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
 
 def read_jobs(prompt: str | None, file: str | None, *, quiet: bool = False) -> list[Job]:

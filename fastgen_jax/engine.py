@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import jinja2
 import numpy as np
 
 from fastgen_jax import checkpoint, defaults, kernels, models, progress
@@ -22,7 +23,7 @@ from fastgen_jax.request import Sample
 from fastgen_jax.runner import ModelRunner, Pending, Report
 from fastgen_jax.sampling_state import pack_row
 from fastgen_jax.scheduler import BlockPool, Row, Scheduler, Sequence, StepPlan
-from fastgen_jax.types import EngineConfig, EngineStats, Response, SamplingParams
+from fastgen_jax.types import DEFAULT_MODEL, EngineConfig, EngineStats, Response, SamplingParams
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
@@ -65,7 +66,7 @@ class Engine:
         if self.config.compile_cache:
             defaults.enable_compile_cache()
         block_size = self.config.block_size or model.backend.DEFAULT_BLOCK_SIZE
-        longest = model.config.max_position_embeddings
+        longest = model.config.max_positions
         wanted = self.config.max_model_len or longest
         if wanted > longest:
             raise ValueError(f"max_model_len={wanted} is more than the model's {longest} positions")
@@ -111,7 +112,7 @@ class Engine:
     @classmethod
     def from_pretrained(
         cls,
-        name: str = checkpoint.DEFAULT_MODEL,
+        name: str = DEFAULT_MODEL,
         *,
         revision: str | None = None,
         show_progress: bool | None = None,
@@ -145,9 +146,7 @@ class Engine:
             progress=show_progress,
         )
         tokenizer = found.tokenizer()
-        eos = defaults.eos_token_ids(
-            found.generation_config, found.hf_config, {"eos_token_id": tokenizer.eos_token_id}
-        )
+        eos = defaults.eos_token_ids(found.generation_config, found.hf_config, {"eos_token_id": tokenizer.eos_token_id})
         return cls(
             model,
             params,
@@ -293,7 +292,10 @@ class Engine:
         """The token ids that the tokenizer's chat template makes of a conversation."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("this model's tokenizer has no chat template; use generate with a plain prompt")
-        out = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        try:
+            out = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
         return list(out["input_ids"])
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -323,9 +325,7 @@ class Engine:
         until `flush`; until then the engine takes no requests. For parity checks and research.
         """
         if self._scheduler.has_work or self._pending is not None:
-            raise ValueError(
-                "put needs an idle engine, and requests are unfinished; step until has_work is False"
-            )
+            raise ValueError("put needs an idle engine, and requests are unfinished; step until has_work is False")
         return self._low_level.put(ids, tokens)
 
     def flush(self, ids: Seq[int]) -> None:
@@ -395,9 +395,7 @@ class Engine:
         for row in plan.rows:
             sample = self._samples[row.seq.seq_id]
             sample.scheduled = sample.scheduled or now
-        report = any(
-            row.samples and self._samples[row.seq.seq_id].params.logprobs is not None for row in plan.rows
-        )
+        report = any(row.samples and self._samples[row.seq.seq_id].params.logprobs is not None for row in plan.rows)
         pending = self._runner.dispatch(plan, report=report, wants_prompt=self._wants_prompt)
         self._totals.update(
             steps=1,
@@ -465,9 +463,7 @@ class Engine:
         """Queue a request that has passed `_check`; its id, higher than any before."""
         request_id = next(self._request_ids)
         text = self._text(prompt, params) if params.full_text else ""
-        samples = [
-            self._sample(request_id, i, token_ids, text, params, priority, on_piece) for i in range(params.n)
-        ]
+        samples = [self._sample(request_id, i, token_ids, text, params, priority, on_piece) for i in range(params.n)]
         for sample in samples:
             self._scheduler.add(sample.seq)
             self._samples[sample.seq.seq_id] = sample
@@ -505,13 +501,9 @@ class Engine:
         for name, ids in named.items():
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
-                    raise ValueError(
-                        f"{name} has the token id {token_id}; this model's are 0 to {vocab_size - 1}"
-                    )
+                    raise ValueError(f"{name} has the token id {token_id}; this model's are 0 to {vocab_size - 1}")
         if self.tokenizer is None and params.stop:
-            raise ValueError(
-                "stop strings need a tokenizer, which this engine does not have; use stop_token_ids"
-            )
+            raise ValueError("stop strings need a tokenizer, which this engine does not have; use stop_token_ids")
         if self.tokenizer is None and on_piece is not None:
             raise ValueError("this engine has no tokenizer, so there is no text to stream; use add and step")
         if params.n > 1 and on_piece is not None:
@@ -525,8 +517,7 @@ class Engine:
             seq_id=seq_id,
             prompt_token_ids=token_ids,
             max_tokens=params.max_tokens or self.max_model_len,
-            stop_token_ids=frozenset(params.stop_token_ids)
-            | (set() if params.ignore_eos else set(self.eos_token_ids)),
+            stop_token_ids=frozenset(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos_token_ids)),
             min_tokens=params.min_tokens,
             priority=priority,
         )

@@ -54,9 +54,7 @@ class LowLevel:
         """Forget sequences and free their blocks; ValueError naming an id there is none of."""
         for name in ids:
             if name not in self._sequences:
-                raise ValueError(
-                    f"there is no sequence {name!r}; put has made {sorted(map(repr, self._sequences))}"
-                )
+                raise ValueError(f"there is no sequence {name!r}; put has made {sorted(map(repr, self._sequences))}")
         for name in ids:
             seq = self._sequences.pop(name)
             self._block_pool.free(seq.block_table)
@@ -65,13 +63,9 @@ class LowLevel:
 
     def _check(self, ids: Seq[Hashable], tokens: Seq[Seq[int]]) -> None:
         if len(ids) != len(tokens) or len(set(ids)) != len(ids) or not all(len(new) for new in tokens):
-            raise ValueError(
-                f"put takes one non-empty list of tokens for each of its ids {list(ids)!r:.80}, each once"
-            )
+            raise ValueError(f"put takes one non-empty list of tokens for each of its ids {list(ids)!r:.80}, each once")
         if (total := sum(map(len, tokens))) > self._max_num_tokens:
-            raise ValueError(
-                f"{total} tokens in one put; max_num_batched_tokens={self._max_num_tokens} allows no more"
-            )
+            raise ValueError(f"{total} tokens in one put; max_num_batched_tokens={self._max_num_tokens} allows no more")
         new_ids = [name for name in ids if name not in self._sequences]
         if len(new_ids) > len(self._free_slots):
             raise ValueError(
@@ -82,11 +76,7 @@ class LowLevel:
             seq = self._sequences.get(name)
             num_tokens = len(new) + (seq.num_tokens if seq else 0)
             if num_tokens > self._max_model_len:
-                raise ValueError(
-                    f"sequence {name!r} would have {num_tokens} tokens; at most {self._max_model_len} fit"
-                )
+                raise ValueError(f"sequence {name!r} would have {num_tokens} tokens; at most {self._max_model_len} fit")
             num_blocks += self._block_pool.blocks_needed(num_tokens) - (len(seq.block_table) if seq else 0)
         if num_blocks > self._block_pool.num_free:
-            raise ValueError(
-                f"put needs {num_blocks} blocks and {self._block_pool.num_free} are free; flush some"
-            )
+            raise ValueError(f"put needs {num_blocks} blocks and {self._block_pool.num_free} are free; flush some")

@@ -171,9 +171,7 @@ class Programs:
         rows = ints(slots, 3 + NUM_SETTINGS)
         if name == "backbone":
             run = jax.jit(partial(backbone, self.model, self.layout, bucket), donate_argnums=(1, 2))
-            return run.lower(
-                s["params"], s["kv_pool"], state.token_pool, ints(self.layout.buffer_size(bucket))
-            )
+            return run.lower(s["params"], s["kv_pool"], state.token_pool, ints(self.layout.buffer_size(bucket)))
         if name in ("sample", "sample_logprobs"):
             run = jax.jit(partial(head, self.model, name == "sample_logprobs", bucket), donate_argnums=(1,))
             return run.lower(head_params, state, last, rows)

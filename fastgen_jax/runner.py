@@ -172,6 +172,4 @@ def check_same(old: Params, new: Params) -> None:
     for name, leaf in want.items():
         found = have[name]
         if (found.shape, jnp.dtype(found.dtype)) != (leaf.shape, jnp.dtype(leaf.dtype)):
-            raise ValueError(
-                f"{name} is {found.dtype}{list(found.shape)}; it must be {leaf.dtype}{list(leaf.shape)}"
-            )
+            raise ValueError(f"{name} is {found.dtype}{list(found.shape)}; it must be {leaf.dtype}{list(leaf.shape)}")

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 
+DEFAULT_MODEL = "smollm2-135m"
+"""What every command and function that takes a model runs if none is named."""
+
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 512
 DTYPES = ("float32", "bfloat16", "float16")
@@ -96,14 +99,10 @@ class SamplingParams:
 
     def replace(self, **fields: Any) -> "SamplingParams":
         """A copy with `fields` changed, checked like a new one."""
-        return SamplingParams(
-            **{**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **fields}
-        )
+        return SamplingParams(**{**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **fields})
 
 
-def _number(
-    name: str, value: Any, low: float, high: float, *, whole: bool = False, none: bool = False
-) -> None:
+def _number(name: str, value: Any, low: float, high: float, *, whole: bool = False, none: bool = False) -> None:
     """Raise unless `low <= value <= high`; `whole` wants an int, `none` lets None through."""
     if value is None and none:
         return
@@ -152,9 +151,7 @@ def _check_sampling(p: SamplingParams) -> None:
     if p.allowed_token_ids is not None and not p.allowed_token_ids:
         raise ValueError("allowed_token_ids=[] allows no token at all; None allows every token")
     if not isinstance(p.logit_bias, Mapping) or len(p.logit_bias) > MAX_LOGIT_BIAS:
-        raise ValueError(
-            f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers, not {p.logit_bias!r:.80}"
-        )
+        raise ValueError(f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers, not {p.logit_bias!r:.80}")
     for token_id, bias in p.logit_bias.items():
         _number("a token id in logit_bias", token_id, 0, 2**31 - 1, whole=True)
         _number(f"logit_bias[{token_id}]", bias, -1e30, 1e30)

@@ -21,9 +21,7 @@ def step_times(num_running: int, num_waiting: int, budget: int, num_steps: int, 
     """Milliseconds of host work of each of `num_steps` steps with that many sequences running and waiting."""
     rng = random.Random(0)
     pool = BlockPool(num_running * 12, BLOCK_SIZE)
-    scheduler = Scheduler(
-        pool, max_num_batched_tokens=budget, max_num_seqs=num_running, max_model_len=MAX_MODEL_LEN
-    )
+    scheduler = Scheduler(pool, max_num_batched_tokens=budget, max_num_seqs=num_running, max_model_len=MAX_MODEL_LEN)
     layout = Layout(num_running, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE)
     packer = Packer(layout, bucket_ladder(budget), lambda seq: Settings(len(seq.prompt_token_ids)).to_row())
     ids = iter(range(1 << 30))
@@ -83,7 +81,10 @@ def main() -> None:
     for num_running, num_waiting in [(32, 0), (256, 0), (256, 1_000), (256, 10_000), (256, 100_000)]:
         for overlap in (False, True):
             times = step_times(num_running, num_waiting, args.budget, args.steps, overlap)
-            print(f"| {num_running} | {num_waiting} | {'overlapped' if overlap else 'plain'} | {quantiles(times)} |", flush=True)
+            print(
+                f"| {num_running} | {num_waiting} | {'overlapped' if overlap else 'plain'} | {quantiles(times)} |",
+                flush=True,
+            )
     if args.jit_call:
         leaves, times = jit_call_times()
         print(f"\nCalling a program of {leaves} array arguments: median | P99 = {quantiles(times)} ms of Python")

@@ -19,8 +19,9 @@ import pytest
 from huggingface_hub import errors
 from safetensors.numpy import save_file
 
-from fastgen_jax.checkpoint import ALIASES, DEFAULT_MODEL, load_params, resolve
+from fastgen_jax.checkpoint import ALIASES, load_params, resolve
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
+from fastgen_jax.types import DEFAULT_MODEL
 
 RNG = np.random.default_rng(0)
 
@@ -158,9 +159,7 @@ def test_offline_a_cached_snapshot_is_used_and_an_absent_one_named(tmp_path):
     )
     lines = run_python(script, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1").splitlines()
     assert lines[0] == "abc"
-    assert lines[1].startswith(
-        "org/absent is not (or not wholly) in the local cache and HF_HUB_OFFLINE forbids"
-    )
+    assert lines[1].startswith("org/absent is not (or not wholly) in the local cache and HF_HUB_OFFLINE forbids")
 
 
 @pytest.mark.parametrize(
@@ -203,9 +202,7 @@ def test_a_folder_of_pickles_is_refused_with_the_command_that_converts_it(tmp_pa
         resolve(tmp_path)
     command = str(caught.value).split('python -c "')[1].removesuffix('"')
     compile(command, "the command", "exec")
-    assert (
-        f"from_pretrained({str(tmp_path)!r}).save_pretrained('converted', safe_serialization=True)" in command
-    )
+    assert f"from_pretrained({str(tmp_path)!r}).save_pretrained('converted', safe_serialization=True)" in command
 
 
 @pytest.mark.parametrize(("text", "sentence"), [("{", "is not valid JSON"), ("[]", "holds a JSON list")])
@@ -270,9 +267,7 @@ def test_a_missing_shard_is_named(tmp_path):
 
 
 def test_a_tensor_listed_where_it_is_not_is_named(tmp_path):
-    listed = write_shards(
-        tmp_path, {"s1.safetensors": {"a": np.ones(2)}, "s2.safetensors": {"b": np.ones(2)}}
-    )
+    listed = write_shards(tmp_path, {"s1.safetensors": {"a": np.ones(2)}, "s2.safetensors": {"b": np.ones(2)}})
     index = {"weight_map": listed | {"c": "s1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"lists tensor 'c' in s1.safetensors, which lacks it"):
@@ -397,9 +392,7 @@ class Memory:
 
 def load(tensors: dict[str, np.ndarray], **options: Any) -> dict[str, Any]:
     tied = options.get("tied", False)
-    return load_params(
-        Memory(tensors), abstract_params(tied), **{"dtype": "float32", "fused": FUSED} | options
-    )
+    return load_params(Memory(tensors), abstract_params(tied), **{"dtype": "float32", "fused": FUSED} | options)
 
 
 def test_every_leaf_is_its_tensor_in_the_models_orientation():

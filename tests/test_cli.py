@@ -125,12 +125,6 @@ def test_the_model_and_its_revision(run):
     assert (engine().loaded["name"], engine().loaded["revision"]) == ("llama2-7b", "main")
 
 
-def test_the_default_model_is_the_packages():
-    from fastgen_jax.checkpoint import DEFAULT_MODEL
-
-    assert cli_flags.DEFAULT_MODEL == DEFAULT_MODEL
-
-
 @pytest.mark.parametrize(
     ("argv", "model"),
     [
@@ -375,20 +369,6 @@ def test_chat_without_a_template_is_refused(run, monkeypatch):
     status, out, err = run("hi", "--chat")
     assert (status, out) == (2, "")
     assert err.splitlines()[-1] == "fastgen: error: no chat template"
-
-
-def test_what_the_template_refuses_is_refused(run, monkeypatch):
-    import jinja2
-
-    def refuse(self, messages):
-        raise jinja2.TemplateError("roles must alternate")
-
-    monkeypatch.setattr(FakeEngine, "chat_prompt", refuse)
-    status, out, err = run("hi", "--chat")
-    assert (status, out) == (2, "")
-    assert err.splitlines()[-1] == (
-        "fastgen: error: the model's chat template refuses these messages: roles must alternate"
-    )
 
 
 def test_a_stdin_that_is_not_text_is_refused():

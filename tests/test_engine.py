@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import jinja2
 import numpy as np
 import pytest
 from tiny import EOS, MAX_LEN, VOCAB_SIZE, tiny_engine, tiny_params
@@ -132,9 +133,9 @@ def test_eos_ends_a_sequence_and_leaves_one_dead_row():
         plain = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=30, ignore_eos=True))[0].token_ids
         stop = plain[4]
         first = plain.index(stop) + 1
-        response = engine.generate(
-            [[5, 6, 7]], SamplingParams(max_tokens=30, stop_token_ids=[stop], ignore_eos=True)
-        )[0]
+        response = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=30, stop_token_ids=[stop], ignore_eos=True))[
+            0
+        ]
         assert response.token_ids == plain[:first]
         assert response.finish_reason == "stop"
         assert engine.stats().dead_rows == (0 if not overlap else 1)
@@ -247,9 +248,7 @@ def test_logprobs_are_those_of_the_logits(overlap):
             best = np.argsort(-logprobs)[: len(reported[i].top)]
             assert [token_id for token_id, _ in reported[i].top] == best.tolist()
     assert all(
-        len(r.logprobs[0].top) == 3 and len(r.prompt_logprobs[-1].top) == 2
-        for r in responses
-        if r.prompt_token_ids[1:]
+        len(r.logprobs[0].top) == 3 and len(r.prompt_logprobs[-1].top) == 2 for r in responses if r.prompt_token_ids[1:]
     )
 
 
@@ -321,3 +320,17 @@ def test_eos_comes_from_the_engine_and_may_be_several():
     response = tiny_engine(eos_token_ids=ends).generate([[5, 6, 7]], SamplingParams(max_tokens=30))[0]
     assert response.token_ids == free[: min(map(free.index, ends)) + 1]
     assert EOS not in ends
+
+
+def test_what_a_chat_template_refuses_is_one_sentence():
+    class Tokenizer:
+        chat_template = "{{ messages }}"
+
+        def apply_chat_template(self, *_args, **_kwargs):
+            raise jinja2.TemplateError("roles must alternate")
+
+    with pytest.raises(ValueError, match="the chat template refuses these messages: roles must alternate"):
+        tiny_engine(Tokenizer()).chat([{"role": "user", "content": "hi"}])
+    Tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template; use generate"):
+        tiny_engine(Tokenizer()).chat([{"role": "user", "content": "hi"}])

@@ -67,9 +67,7 @@ def test_the_rules_would_notice():
     assert imports(PACKAGE / "engine.py") >= {"jax", "fastgen_jax.runner", "fastgen_jax.models"}
 
 
-@pytest.mark.parametrize(
-    "module", ["fastgen_jax", "fastgen_jax.types", "fastgen_jax.scheduler", "fastgen_jax.cli"]
-)
+@pytest.mark.parametrize("module", ["fastgen_jax", "fastgen_jax.types", "fastgen_jax.scheduler", "fastgen_jax.cli"])
 def test_importing_brings_nothing_heavy(module):
     heavy = "jax flax numpy transformers torch"
     code = f"import sys, {module}; print([m for m in {heavy.split()} if m in sys.modules])"

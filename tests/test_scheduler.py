@@ -254,9 +254,9 @@ def test_aborted_sequences_do_not_pile_up_in_the_queue() -> None:
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "sentence"),
     [
-        (0, 4, "sequence 0 has an empty prompt; it needs at least one token"),
-        (4, 0, "sequence 0 has max_tokens=0; it must be at least 1"),
-        (50, 1, "sequence 0 has a prompt of 50 tokens; max_model_len=50 allows at most 49"),
+        (0, 4, "the prompt is empty; it needs at least one token"),
+        (4, 0, "max_tokens=0 is out of range; it must be at least 1"),
+        (50, 1, "the prompt has 50 tokens; max_model_len=50 allows at most 49"),
         (
             30,
             12,

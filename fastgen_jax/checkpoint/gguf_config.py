@@ -79,9 +79,7 @@ def _head_dim(header: GGUFHeader, config: dict[str, Any]) -> int:
     head_dim = header.get("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
     for key in ("attention.value_length", "rope.dimension_count"):
         if header.get(key, head_dim) != head_dim:
-            raise ValueError(
-                f"{header.path} has {key} {header.get(key)}, not the {head_dim} of its keys; unsupported"
-            )
+            raise ValueError(f"{header.path} has {key} {header.get(key)}, not the {head_dim} of its keys; unsupported")
     return head_dim
 
 
@@ -110,9 +108,7 @@ def _llama3_scaling(header: GGUFHeader, config: dict[str, Any]) -> dict[str, Any
     scaling = {"rope_type": "llama3", "factor": round(float(stored.max()), 4), **_LLAMA3_SCALING}
     expected = _llama3_divisors(config["rope_theta"], config["head_dim"], scaling)
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
-        raise ValueError(
-            f"{header.path} has a rope_freqs.weight that is not Llama 3.1's rotary scaling; unsupported"
-        )
+        raise ValueError(f"{header.path} has a rope_freqs.weight that is not Llama 3.1's rotary scaling; unsupported")
     return scaling
 
 

@@ -93,21 +93,16 @@ def read_header(path: Path) -> GGUFHeader:
         try:
             header = _parse(path, _Cursor(data))
         except (struct.error, UnicodeDecodeError, KeyError) as error:
-            raise ValueError(
-                f"{path} is damaged: its GGUF header does not parse; download it again"
-            ) from error
+            raise ValueError(f"{path} is damaged: its GGUF header does not parse; download it again") from error
     if header.architecture not in ARCHITECTURES:
         raise ValueError(
-            f"{path} holds the architecture {header.architecture!r}; "
-            f"GGUF files are read for {', '.join(ARCHITECTURES)}"
+            f"{path} holds the architecture {header.architecture!r}; GGUF files are read for {', '.join(ARCHITECTURES)}"
         )
     if "token_embd.weight" not in header.tensors:
         raise ValueError(f"{path} has no token_embd.weight, so it is not a whole language model")
     for tensor in header.tensors.values():
         if tensor.start + tensor.nbytes > file_bytes:
-            raise ValueError(
-                f"{path} is cut short: tensor {tensor.name!r} ends after the file; download it again"
-            )
+            raise ValueError(f"{path} is cut short: tensor {tensor.name!r} ends after the file; download it again")
     return header
 
 
@@ -144,9 +139,7 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFHeader:
     cursor.at = 4
     (version,) = cursor.scalars("I")
     if version not in (2, 3):
-        raise ValueError(
-            f"{path} is GGUF version {version} (or big-endian); versions 2 and 3, little-endian, are read"
-        )
+        raise ValueError(f"{path} is GGUF version {version} (or big-endian); versions 2 and 3, little-endian, are read")
     num_tensors, num_fields = cursor.scalars("Q", 2)
     metadata = {}
     for _ in range(num_fields):

@@ -110,9 +110,7 @@ def _sentencepiece(header: GGUFHeader, fields: dict[str, Any]) -> Tokenizer:
     unk = fields["tokens"][fields.get("unknown_token_id", 0)]
     tokenizer = Tokenizer(BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
     prefix = fields.get("add_space_prefix", True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        prepend_scheme="first" if prefix else "never", split=False
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if prefix else "never", split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer

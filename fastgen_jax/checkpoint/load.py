@@ -103,9 +103,7 @@ def _check_names(plan: Mapping[Path, list[_Part]], stored: Mapping[str, str], ti
     unused = [
         name
         for expected, name in stored.items()
-        if expected not in set(wanted)
-        and not _HARMLESS.search(name)
-        and not (tied and name == "lm_head.weight")
+        if expected not in set(wanted) and not _HARMLESS.search(name) and not (tied and name == "lm_head.weight")
     ]
     if unused:
         raise ValueError(f"the checkpoint has tensor {_first(unused)}, for which the model has no use")
@@ -126,9 +124,7 @@ def _check_shapes(
                 expected = expected[::-1]
             found = source.shape(stored[part.tensor])
             if found != expected:
-                raise ValueError(
-                    f"tensor {stored[part.tensor]!r} has shape {found}; the model expects {expected}"
-                )
+                raise ValueError(f"tensor {stored[part.tensor]!r} has shape {found}; the model expects {expected}")
 
 
 def _destination(path: Path, host: np.ndarray, part: _Part) -> np.ndarray:

@@ -77,9 +77,7 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Checkp
     if isinstance(target, str) and _is_hub_id(target, path):
         return _from_folder(text, download(target, revision), target)
     if revision is not None:
-        raise ValueError(
-            f"revision={revision!r} is for models on the Hugging Face Hub, which {text!r} is not"
-        )
+        raise ValueError(f"revision={revision!r} is for models on the Hugging Face Hub, which {text!r} is not")
     if isinstance(target, PackagedFile):
         return _from_gguf(text, _find_packaged(text, target))
     if path.is_dir():
@@ -95,9 +93,7 @@ def _is_hub_id(target: str, path: Path) -> bool:
 
 def _from_gguf(name: str, path: Path) -> Checkpoint:
     header = read_header(path)
-    return Checkpoint(
-        name, path, "gguf", gguf_config.hf_config(header), gguf_config.generation_config(header)
-    )
+    return Checkpoint(name, path, "gguf", gguf_config.hf_config(header), gguf_config.generation_config(header))
 
 
 def _from_folder(name: str, path: Path, origin: str) -> Checkpoint:
@@ -124,9 +120,7 @@ def _no_safetensors(path: Path, origin: str) -> str:
         f"M.from_pretrained({origin!r}).save_pretrained('converted', safe_serialization=True); "
         f"T.from_pretrained({origin!r}).save_pretrained('converted')"
     )
-    return (
-        f'{origin} holds {found}; if you trust its pickled weights, convert them with: python -c "{command}"'
-    )
+    return f'{origin} holds {found}; if you trust its pickled weights, convert them with: python -c "{command}"'
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -158,9 +152,7 @@ def _unknown(text: str, path: Path) -> str:
     if path.is_file():
         return f"{text!r} is no .gguf file; give one, or a folder with config.json and *.safetensors"
     if path.suffix == ".gguf" or text.startswith((".", "~", "/")) or text.count("/") > 1:
-        return (
-            f"{text!r} does not exist; give a folder, a .gguf file, an alias such as llama2-7b, or a Hub id"
-        )
+        return f"{text!r} does not exist; give a folder, a .gguf file, an alias such as llama2-7b, or a Hub id"
     close = difflib.get_close_matches(text.lower(), ALIASES, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return (

@@ -47,9 +47,7 @@ class SafetensorsSource:
                 self._entries[name] = entry
         for name, filename in listed.items():
             if name not in self._entries or self._entries[name].path.name != filename:
-                raise ValueError(
-                    f"{directory / INDEX_NAME} lists tensor {name!r} in {filename}, which lacks it"
-                )
+                raise ValueError(f"{directory / INDEX_NAME} lists tensor {name!r} in {filename}, which lacks it")
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -98,20 +96,14 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         raise ValueError(f"{path} is not a safetensors file: it has only {file_bytes} bytes")
     header_bytes = int(read_exactly(path, 0, 8).view("<u8")[0])
     if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
-        hint = (
-            "it is a Git LFS pointer"
-            if read_exactly(path, 0, 8).tobytes() == b"version "
-            else "it is damaged"
-        )
+        hint = "it is a Git LFS pointer" if read_exactly(path, 0, 8).tobytes() == b"version " else "it is damaged"
         raise ValueError(f"{path} is not a whole safetensors file: {hint}; download it again")
     try:
         header = json.loads(read_exactly(path, 8, header_bytes).tobytes())
         header.pop("__metadata__", None)
         fields = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a safetensors file: its header is not valid JSON of tensors"
-        ) from error
+        raise ValueError(f"{path} is not a safetensors file: its header is not valid JSON of tensors") from error
     entries = {}
     end = 0
     for name, field in fields:
@@ -135,7 +127,5 @@ def _entry(path: Path, name: str, field: dict[str, Any], *, first_byte: int, exp
     dtype, shape = _DTYPES[field["dtype"]], tuple(field.get("shape", ()))
     start, stop = field["data_offsets"]
     if start != expected_start or stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(
-            f"tensor {name!r} in {path} has bytes {start} to {stop}, which do not fit its shape {shape}"
-        )
+        raise ValueError(f"tensor {name!r} in {path} has bytes {start} to {stop}, which do not fit its shape {shape}")
     return _Entry(path, dtype, shape, first_byte + start, stop - start)

@@ -152,19 +152,19 @@ class Scheduler:
         if seq.is_finished:
             raise ValueError(f"sequence {seq.seq_id} has ended ({seq.finish_reason}); add a new Sequence")
         if not num_prompt:
-            raise ValueError(f"sequence {seq.seq_id} has an empty prompt; it needs at least one token")
+            raise ValueError("the prompt is empty; it needs at least one token")
         if num_prompt >= self._max_model_len:
             raise ValueError(
-                f"sequence {seq.seq_id} has a prompt of {num_prompt} tokens; "
+                f"the prompt has {num_prompt} tokens; "
                 f"max_model_len={self._max_model_len} allows at most {self._max_model_len - 1}"
             )
         if seq.max_tokens < 1:
-            raise ValueError(f"sequence {seq.seq_id} has max_tokens={seq.max_tokens}; it must be at least 1")
+            raise ValueError(f"max_tokens={seq.max_tokens} is out of range; it must be at least 1")
         num_tokens = self._max_num_tokens(seq)
         needed = self.block_pool.blocks_needed(num_tokens - 1)  # the last token's K/V is never written
         if needed > (usable := self.block_pool.num_blocks - 1):
             raise ValueError(
-                f"sequence {seq.seq_id} may grow to {num_tokens} tokens, which take {needed} blocks of "
+                f"prompt and output may grow to {num_tokens} tokens, which take {needed} blocks of "
                 f"{self.block_pool.block_size}, but the pool has {usable}: raise num_blocks to {needed + 1}, "
                 f"or keep prompt + max_tokens within {usable * self.block_pool.block_size + 1}"
             )

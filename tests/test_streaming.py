@@ -1,0 +1,237 @@
+"""Streamed pieces: joined they are the response's text, whatever the tokens, the loop and the company."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import NUM_TOKENS, SPECIAL, WORDS, assert_idle, run, scripted_engine, tokens
+from tiny import EOS
+
+from fastgen_jax import SamplingParams
+
+BOTH_LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+TEXTS = [
+    "👨‍👩‍👧‍👦 is one family",
+    "🇫🇷🇯🇵🏳️‍🌈",
+    "👍🏽 done",
+    "漢字かな交じり文。",
+    "नमस्ते क्षि",
+    "e\u0301u\u0308\u0323 \u0301",
+    "\N{REPLACEMENT CHARACTER} is a character too",
+    "plain text\n\n  with blanks ",
+]
+STOPS = ["STOP", "OP", "👍", "🇯🇵", "\u0301", "字", " the", "e", "OPEN"]
+snippets = st.sampled_from(TEXTS) | st.text(max_size=4) | st.sampled_from(WORDS)
+texts = st.lists(snippets, max_size=5).map("".join)
+quick = settings(max_examples=60, deadline=None)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlapped"])
+def engine(request):
+    """Says what `say` gave it; idle between two tests."""
+    engine = scripted_engine([], num_blocks=200, block_size=4, overlap=request.param)
+    yield engine
+    assert_idle(engine)
+
+
+def say(engine, token_ids: list[int]) -> None:
+    """Let every prompt be answered `token_ids` and EOS."""
+    runner = vars(engine)["_runner"]
+    runner.script = lambda seq, index: token_ids[index] if index < len(token_ids) else EOS
+
+
+def stream_and_response(engine, prompt, params: SamplingParams) -> tuple[list[str], str]:
+    """The pieces that on_piece and `stream` give, which must be the same, and the response's text."""
+    pieces: list[str] = []
+    request_id = engine.add(prompt, params, on_piece=pieces.append)
+    text = run(engine)[request_id][0].text
+    assert list(engine.stream(prompt, params)) == pieces
+    return pieces, text
+
+
+def encoded_randomly(data: st.DataObject, text: str) -> list[int]:
+    """Tokens for `text`: words where they stand or single bytes, as drawn."""
+    ids: list[int] = []
+    while text:
+        word = next((w for w in WORDS if text.startswith(w) and data.draw(st.booleans())), None)
+        ids += tokens(word if word is not None else text[0].encode())
+        text = text[len(word or " ") :]
+    return ids
+
+
+@quick
+@given(data=st.data(), text=texts)
+def test_pieces_are_the_text_under_any_tokenisation(engine, data, text):
+    token_ids = encoded_randomly(data, text)
+    say(engine, token_ids)
+    pieces, response = stream_and_response(engine, "x", SamplingParams(max_tokens=None))
+    assert "".join(pieces) == response == text
+    assert "" not in pieces
+    # A flag or a family is several characters, but none of those ever comes in halves.
+    assert ("\N{REPLACEMENT CHARACTER}" in response) == ("\N{REPLACEMENT CHARACTER}" in text)
+
+
+@quick
+@given(token_ids=st.lists(st.integers(0, NUM_TOKENS - 1).filter(lambda i: i != EOS), max_size=30), skip=st.booleans())
+def test_pieces_are_the_text_of_any_tokens_valid_utf8_or_not(engine, token_ids, skip):
+    say(engine, token_ids)
+    pieces, response = stream_and_response(engine, "x", SamplingParams(skip_special_tokens=skip))
+    words = [name.encode() for name in ([""] * len(SPECIAL) if skip else SPECIAL)]
+    words += [bytes([byte]) for byte in range(256)] + [word.encode() for word in WORDS]
+    assert "".join(pieces) == response == b"".join(words[i] for i in token_ids).decode(errors="replace")
+
+
+@quick
+@given(data=st.data(), text=texts, stop=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3), include=st.booleans())
+def test_pieces_end_at_the_first_stop_string(engine, data, text, stop, include):
+    say(engine, encoded_randomly(data, text))
+    params = SamplingParams(max_tokens=None, stop=stop, include_stop_str_in_output=include)
+    pieces, response = stream_and_response(engine, "x", params)
+    ends = [(text.index(s) + len(s), -len(s)) for s in stop if s in text]
+    end, minus_length = min(ends, default=(len(text), 0))
+    assert "".join(pieces) == response == text[: end if include else end + minus_length]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("flag", ["echo", "return_full_text"])
+@pytest.mark.parametrize(
+    ("prompt", "skipped", "shown"),
+    [("<|user|>né", "<|user|>né", "<|user|>né"), (tokens(3, "né"), "né", "<|user|>né"), (tokens(3), "", "<|user|>")],
+)
+def test_echo_is_in_the_text_and_not_in_the_pieces(engine, prompt, skipped, shown, flag, skip):
+    say(engine, tokens("👍", "!"))
+    params = SamplingParams(skip_special_tokens=skip, **{flag: True})
+    pieces, response = stream_and_response(engine, prompt, params)
+    assert pieces == ["👍", "!"]
+    assert response == (skipped if skip else shown) + "👍!"
+
+
+def test_a_piece_holds_back_no_more_than_the_start_of_a_stop_string(engine):
+    say(engine, tokens("a", "ST", "x", "S", b"TO", "👍", "ST"))
+    pieces, response = stream_and_response(engine, "x", SamplingParams(stop="STOP"))
+    assert pieces == ["a", "STx", "STO👍", "ST"]
+    assert response == "aSTxSTO👍ST"
+
+
+@pytest.mark.parametrize("max_tokens", [3, 10], ids=["at max_tokens", "at EOS"])
+def test_an_unfinished_character_comes_out_at_the_end(engine, max_tokens):
+    say(engine, tokens("a", "👍".encode()[:2]))
+    pieces, response = stream_and_response(engine, "x", SamplingParams(max_tokens=max_tokens))
+    assert pieces == ["a", "\N{REPLACEMENT CHARACTER}"]
+    assert response == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_text_held_back_is_streamed_when_a_request_is_aborted(engine):
+    say(engine, tokens("a", "ST", *[0] * 50))
+    pieces: list[str] = []
+    request_id = engine.add("x", SamplingParams(stop="STOP"), on_piece=pieces.append)
+    for _ in range(10):
+        engine.step()
+    assert pieces == ["a"]
+    assert engine.abort(request_id)
+    assert pieces == ["a", "ST"]
+    assert run(engine)[request_id][0].text == "aST"
+
+
+ANSWERS = {
+    "streamed": tokens("one two three"),
+    "short": tokens("a"),
+    "long": tokens("b" * 40),
+    "other": tokens("4" * 9),
+}
+
+
+@BOTH_LOOPS
+def test_responses_of_others_that_end_during_a_stream_come_from_step_once_each(overlap):
+    engine = scripted_engine(ANSWERS, overlap=overlap)
+    ids = {prompt: engine.add(prompt) for prompt in ["short", "long", "other"]}
+    assert "".join(engine.stream("streamed")) == "one two three"
+    assert engine.has_work
+    found = run(engine)
+    assert {p: [r.text for r in found[ids[p]]] for p in ids} == {"short": ["a"], "long": ["b" * 40], "other": ["4" * 9]}
+    assert len(found) == 3
+    assert_idle(engine)
+
+
+@BOTH_LOOPS
+def test_step_between_two_pieces_returns_what_has_ended_and_takes_no_piece_away(overlap):
+    engine = scripted_engine(ANSWERS, overlap=overlap)
+    stream = engine.stream("streamed")
+    pieces = [next(stream)]
+    short = engine.add("short")
+    found = run(engine)
+    assert found[short][0].text == "a"
+    assert "".join([*pieces, *stream]) == "one two three"
+    assert_idle(engine)
+
+
+@BOTH_LOOPS
+def test_interleaved_streams_get_their_own_pieces_and_leave_nothing_behind(overlap):
+    engine = scripted_engine(ANSWERS, overlap=overlap)
+    streams = {prompt: engine.stream(prompt) for prompt in ANSWERS}
+    texts = dict.fromkeys(ANSWERS, "")
+    while streams:
+        for prompt, stream in list(streams.items()):
+            piece = next(stream, None)
+            if piece is None:
+                del streams[prompt]
+            else:
+                texts[prompt] += piece
+    assert texts == {"streamed": "one two three", "short": "a", "long": "b" * 40, "other": "4" * 9}
+    assert run(engine) == {}
+    assert_idle(engine)
+
+
+@BOTH_LOOPS
+def test_leaving_a_stream_early_leaves_the_others_running(overlap):
+    engine = scripted_engine(ANSWERS, overlap=overlap)
+    ids = [engine.add(prompt) for prompt in ["short", "long"]]
+    for piece in engine.stream("streamed"):
+        if piece == "t":
+            break
+    found = run(engine)
+    assert {i: found[i][0].text for i in ids} == {ids[0]: "a", ids[1]: "b" * 40}
+    assert len(found) == 2
+    assert_idle(engine)
+
+
+@BOTH_LOOPS
+def test_generate_while_others_are_in_flight_returns_its_own_only(overlap):
+    engine = scripted_engine(ANSWERS, overlap=overlap)
+    ids = {prompt: engine.add(prompt) for prompt in ["short", "long"]}
+    stream = engine.stream("streamed")
+    pieces = [next(stream)]
+    responses = engine.generate(["other", "short", "other"])
+    assert [r.text for r in responses] == ["4" * 9, "a", "4" * 9]
+    assert "".join([*pieces, *stream]) == "one two three"
+    found = run(engine)
+    assert {p: [r.text for r in found[ids[p]]] for p in ids} == {"short": ["a"], "long": ["b" * 40]}
+    assert len(found) == 2
+    assert_idle(engine)
+
+
+@BOTH_LOOPS
+def test_a_stream_ends_when_its_request_is_aborted_elsewhere(overlap):
+    engine = scripted_engine(ANSWERS, overlap=overlap)
+    stream = engine.stream("long")
+    pieces = [next(stream) for _ in range(3)]
+    (request_id,) = vars(engine)["_requests"]
+    engine.abort(request_id)
+    assert "".join([*pieces, *stream]) == "bbb"
+    assert run(engine) == {}
+    assert_idle(engine)
+
+
+def test_a_stream_that_is_never_begun_costs_nothing():
+    engine = scripted_engine(ANSWERS)
+    engine.stream("long")
+    assert not engine.has_work
+
+
+def test_what_cannot_be_streamed_is_refused():
+    engine = scripted_engine(ANSWERS)
+    with pytest.raises(ValueError, match="n=2 samples cannot be streamed as one text"):
+        next(engine.stream("short", SamplingParams(n=2)))
+    silent = scripted_engine(tokens("a"), tokenizer=None)
+    with pytest.raises(ValueError, match="no tokenizer, so there is no text to stream"):
+        next(silent.stream([5]))
+    assert not engine.has_work and not silent.has_work

@@ -63,6 +63,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.default_params = SamplingParams(**(default_params or {}))
+        found = jax.tree.leaves(params)[0].dtype
+        if self.config.dtype not in (None, found.name):
+            raise ValueError(f"dtype={self.config.dtype!r} does not fit params of {found.name}; cast them first")
         if self.config.compile_cache:
             defaults.enable_compile_cache()
         block_size = self.config.block_size or model.backend.DEFAULT_BLOCK_SIZE
@@ -124,7 +127,7 @@ class Engine:
         """
         chosen = EngineConfig(**config)
         found = checkpoint.resolve(name, revision=revision)
-        family = models.family(found.hf_config["model_type"])
+        family = models.family(found.hf_config.get("model_type", ""))
         model_config = family.from_hf(found.hf_config)
         dtype = chosen.dtype or defaults.dtype()
         backend = kernels.choose_backend(

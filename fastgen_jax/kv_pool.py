@@ -22,12 +22,12 @@ def block_bytes(config: Any, backend: Backend, block_size: int, dtype: Any) -> i
     return sum(math.prod(shape) for shape in shapes) * config.num_layers * jnp.dtype(dtype).itemsize
 
 
-def free_bytes(device: jax.Device, utilization: float, temporaries: int) -> int:
+def free_bytes(device: jax.Device, utilization: float, step_bytes: int) -> int:
     """What a pool may take on `device`: its memory's share less what is held and what a step needs beside it."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return CPU_POOL_BYTES
-    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - temporaries
+    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - step_bytes
 
 
 def fit_blocks(num_bytes: int, bytes_per_block: int, most: int) -> int:

@@ -7,7 +7,7 @@ output, and the head not for every bucket of tokens. Beside the plain head there
 log-probabilities too, one that returns the logits, and one for the log-probabilities of a prompt.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -108,7 +108,7 @@ def sampling_rows(rows: Array) -> tuple[SamplingRows, Array]:
 class Programs:
     """Compiles the functions above for an engine's shapes and keeps the executables.
 
-    `num_compiled` counts every compilation; after `warm_up` it stands still.
+    `num_compiled` counts them; once every key has been got, it stands still.
     """
 
     def __init__(
@@ -152,12 +152,13 @@ class Programs:
             self.num_compiled += 1
         return self._compiled[name, bucket]
 
-    def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile everything; `on_progress(done, total)` after each program."""
-        keys = list(self.keys())
-        for done, key in enumerate(keys, 1):
-            self.get(*key)
-            on_progress(done, len(keys))
+    def largest_step_bytes(self) -> int:
+        """What the largest step takes on the device beside its arguments: temporaries and new outputs."""
+        total = 0
+        for name, bucket in (("backbone", self.buckets[-1]), ("sample_logprobs", self.row_buckets[-1])):
+            memory = self.get(name, bucket).memory_analysis()
+            total += memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return total
 
     def lower(self, name: str, bucket: int) -> jax.stages.Lowered:
         """One program, traced for its shapes but not compiled."""

@@ -80,11 +80,8 @@ class ModelRunner:
             bytes_per_block = kv_pool.block_bytes(model.config, model.backend, block_size, self.dtype)
             most = max_num_seqs * blocks_per_seq + 1
             device = jax.tree.leaves(params)[0].devices().pop()
-            temporaries = 0
-            if device.platform == "gpu":
-                largest = programs(2).get("backbone", buckets[-1])
-                temporaries = largest.memory_analysis().temp_size_in_bytes
-            left = kv_pool.free_bytes(device, config.gpu_memory_utilization, temporaries)
+            needed = programs(2).largest_step_bytes() if device.platform == "gpu" else 0
+            left = kv_pool.free_bytes(device, config.gpu_memory_utilization, needed)
             num_blocks = kv_pool.fit_blocks(left, bytes_per_block, most)
         self.num_blocks = num_blocks
         self.kv_pool = self._allocate(num_blocks, block_size)

@@ -81,8 +81,11 @@ class ScriptedStep:
 
     plan: StepPlan
     sampled: list[int]
+    error: BaseException | None
 
     def tokens(self) -> list[int]:
+        if self.error is not None:
+            raise self.error
         return self.sampled
 
     def report(self) -> None:
@@ -95,25 +98,26 @@ class ScriptedStep:
 class ScriptedRunner:
     """Stands for `ModelRunner`: samples are the script's; that of an unfinished prompt chunk is noise, as ever.
 
-    `broken`, once set, is raised by the next dispatches.
+    broken: "dispatch" or "fetch" -> what the next steps raise when they are dispatched, or when their tokens
+        are asked for.
     """
 
     NOISE = FIRST_BYTE + ord("?")
 
     def __init__(self, script: Script):
         self.script = script
-        self.broken: BaseException | None = None
+        self.broken: dict[str, BaseException] = {}
         self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=NUM_TOKENS))
         self.packer = SimpleNamespace(bucket=lambda num_tokens: num_tokens)
         self.programs = SimpleNamespace(num_compiled=0)
 
     def dispatch(self, plan: StepPlan, *, report: bool, wants_prompt: Callable[[Row], bool]) -> ScriptedStep:
-        if self.broken is not None:
-            raise self.broken
+        if "dispatch" in self.broken:
+            raise self.broken["dispatch"]
         sampled = [
             self.script(row.seq, row.seq.num_output_tokens - 1) if row.samples else self.NOISE for row in plan.rows
         ]
-        return ScriptedStep(plan, sampled)
+        return ScriptedStep(plan, sampled, self.broken.get("fetch"))
 
 
 def scripted_engine(answers: Answers, tokenizer: Any = TOKENIZER, **config: Any) -> Engine:

@@ -183,7 +183,7 @@ def test_when_the_engine_dies_every_waiter_gets_an_error_and_later_calls_raise_a
         waiters.append(asyncio.create_task(joined(front.stream("endless", ENDLESS))))
         while (await front.stats()).generated_tokens < 10:
             await asyncio.sleep(0.001)
-        vars(engine)["_runner"].broken = OSError("the device is gone")
+        vars(engine)["_runner"].broken["dispatch"] = OSError("the device is gone")
         for error in await asyncio.gather(*waiters, return_exceptions=True):
             assert isinstance(error, RuntimeError)
             assert str(error) == "the engine stopped while this request was running"

@@ -3,13 +3,15 @@
 import itertools
 import random
 
+import jax
 import jinja2
 import numpy as np
 import pytest
-from tiny import EOS, MAX_LEN, VOCAB_SIZE, tiny_engine, tiny_params
+from tiny import EOS, MAX_LEN, SMALL, VOCAB_SIZE, tiny_engine, tiny_model, tiny_params
 
 from fastgen_jax import SamplingParams
 from fastgen_jax.compile_guard import forbid_compile
+from fastgen_jax.engine import Engine
 from fastgen_jax.types import MAX_LOGPROBS
 
 
@@ -334,3 +336,24 @@ def test_what_a_chat_template_refuses_is_one_sentence():
     Tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template; use generate"):
         tiny_engine(Tokenizer()).chat([{"role": "user", "content": "hi"}])
+
+
+def test_the_pool_is_updated_in_place_and_a_step_needs_little_beside_it():
+    engine = tiny_engine(num_blocks=256)
+    programs, pool = engine._runner.programs, engine._runner.kv_pool
+    memory = programs.get("backbone", 16).memory_analysis()
+    pool_bytes = sum(array.nbytes for kv in pool for array in kv)
+    assert memory.alias_size_in_bytes >= pool_bytes + engine._runner.state.token_pool.nbytes
+    assert memory.temp_size_in_bytes < pool_bytes / 2
+    assert 0 < programs.largest_step_bytes() < pool_bytes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_weights_run_in_sixteen_bits(dtype):
+    model = tiny_model()
+    engine = Engine(model, jax.tree.map(lambda w: w.astype(dtype), tiny_params()), **SMALL)
+    assert {array.dtype.name for kv in engine._runner.kv_pool for array in kv} == {dtype}
+    responses = engine.generate(PROMPTS, GREEDY)
+    assert all(len(r.token_ids) == NUM_TOKENS for r in responses)
+    with pytest.raises(ValueError, match=rf"dtype='float32' .* {dtype}"):
+        Engine(model, engine.params, dtype="float32", **SMALL)

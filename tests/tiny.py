@@ -26,6 +26,16 @@ HF_CONFIG = {
 }
 
 
+SMALL = {
+    "block_size": 16,
+    "num_blocks": 64,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 8,
+    "warm_up": False,
+    "show_progress": False,
+}
+
+
 def tiny_model(backend: str = "xla") -> llama.Model:
     return llama.Model(llama.from_hf(HF_CONFIG), kernels.get_backend(backend))
 
@@ -39,13 +49,5 @@ def tiny_params(seed: int = 0) -> dict:
 
 def tiny_engine(tokenizer=None, backend: str = "xla", seed: int = 0, **config) -> Engine:
     """Small and quick to compile; `config` overrides."""
-    small = {
-        "block_size": 16,
-        "num_blocks": 64,
-        "max_num_batched_tokens": 16,
-        "max_num_seqs": 8,
-        "warm_up": False,
-        "show_progress": False,
-    }
-    config = {"eos_token_ids": (EOS,)} | small | config
+    config = {"eos_token_ids": (EOS,)} | SMALL | config
     return Engine(tiny_model(backend), tiny_params(seed), tokenizer, **config)

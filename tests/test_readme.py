@@ -1,0 +1,92 @@
+"""Every block of the README does what it shows."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastgen_jax.cli import build_parser
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+BIN = Path(sys.executable).parent
+
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+PYTHON = [block for language, block in BLOCKS if language == "python"]
+SHELL = [line for language, block in BLOCKS if not language for line in block.splitlines()]
+COMMANDS = [line.partition("  #")[0].strip() for line in SHELL if re.search(r"\bfastgen generate|generate\.py", line)]
+NEEDS_A_HUB_OR_FILES = ("llama2-7b", "mistral-7b", "./my-checkpoint")
+
+
+def shown_after(command: str) -> str:
+    """What the README shows below `$ command`."""
+    (block,) = (block for _, block in BLOCKS if block.startswith(f"$ {command}\n"))
+    return block.partition("\n")[2].strip()
+
+
+def test_there_is_something_to_run():
+    assert len(PYTHON) == 3
+    assert len(COMMANDS) == 6
+
+
+@pytest.mark.slow
+def test_python_blocks_run(capsys):
+    namespace: dict = {}
+    for block in PYTHON:
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert "Paris" in capsys.readouterr().out
+    assert namespace["logits"].shape == (1, 49152)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_shell_commands_parse(command):
+    words = shlex.split(command.partition("|")[2] if command.startswith("echo") else command.partition(">")[0])
+    start = words.index("generate") + 1 if "generate" in words else words.index("scripts/generate.py") + 1
+    build_parser().parse_args(["generate", *words[start:]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not any(name in c for name in NEEDS_A_HUB_OR_FILES)])
+def test_shell_commands_run(command, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The sky is", "max_tokens": 4}\n')
+    run = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout or (tmp_path / "answers.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_the_demo_prints_what_the_readme_shows():
+    recipe = re.search(r"^demo:.*\n\t(.*)$", MAKEFILE, re.MULTILINE)
+    assert recipe is not None
+    command = recipe[1].replace(".venv/bin/", "")
+    run = subprocess.run(
+        command, shell=True, env=environment(), capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+    )
+    text = shown_after("make demo")
+    assert run.stdout.strip() and run.stdout.strip() in text
+
+
+def test_the_two_commands_are_targets():
+    for target in ("demo", "test"):
+        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)
+        assert shown_after(f"make {target}")
+
+
+def test_extras_of_the_readme_exist():
+    extras = re.findall(r"\[(cuda\d+)\]", README)
+    assert extras
+    for extra in extras:
+        assert re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+def environment() -> dict[str, str]:
+    """This process's, with the commands of its virtual environment first on PATH."""
+    import os
+
+    return {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}

@@ -9,7 +9,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from fastgen_jax.engine import Engine, Messages, Prompt
+from fastgen_jax.engine import Engine
+from fastgen_jax.intake import Messages, Prompt
 from fastgen_jax.types import EngineStats, Response, SamplingParams
 
 Command = Callable[[], Any]

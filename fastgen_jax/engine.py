@@ -3,31 +3,23 @@
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
-import jinja2
 import numpy as np
 
-from fastgen_jax import checkpoint, defaults, kernels, models, progress
+from fastgen_jax import defaults, pretrained, progress
 from fastgen_jax.batch import Settings
 from fastgen_jax.compile_guard import num_compilations
-from fastgen_jax.detokenize import Detokenizer
+from fastgen_jax.intake import Intake, Messages, OnPiece, Prompt, prompt_list
 from fastgen_jax.low_level import LowLevel
 from fastgen_jax.models.layers import Params
 from fastgen_jax.request import Sample
 from fastgen_jax.runner import ModelRunner, Pending, Report
-from fastgen_jax.sampling_state import pack_row
 from fastgen_jax.scheduler import BlockPool, Row, Scheduler, Sequence, StepPlan
 from fastgen_jax.types import DEFAULT_MODEL, EngineConfig, EngineStats, Response, SamplingParams
-
-Prompt = str | Seq[int]
-Messages = Seq[Mapping[str, Any]]
-OnPiece = Callable[[str], Any]
 
 
 class Engine:
@@ -99,12 +91,14 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
         )
+        self._intake = Intake(
+            tokenizer, model.config.vocab_size, self.eos_token_ids, self.max_model_len, self.config.seed
+        )
         self._samples: dict[int, Sample] = {}
         self._requests: dict[int, list[Sample]] = {}
         self._done: list[Response] = []
         self._pieces: deque[tuple[Sample, str]] = deque()
         self._pending: Pending | None = None
-        self._ids = itertools.count()
         self._request_ids = itertools.count()
         self._totals = Counter[str]()
         self._low_level = LowLevel(self._runner, block_pool, max_num_seqs, budget, self.max_model_len)
@@ -125,40 +119,8 @@ class Engine:
 
         revision: branch, tag or commit on the Hub. config: fields of `EngineConfig`.
         """
-        chosen = EngineConfig(**config)
-        found = checkpoint.resolve(name, revision=revision)
-        family = models.family(found.hf_config.get("model_type", ""))
-        model_config = family.from_hf(found.hf_config)
-        dtype = chosen.dtype or defaults.dtype()
-        backend = kernels.choose_backend(
-            chosen.backend,
-            head_dim=model_config.head_dim,
-            num_heads=model_config.num_heads,
-            num_kv_heads=model_config.num_kv_heads,
-            block_size=chosen.block_size,
-            dtype=jnp.dtype(dtype),
-        )
-        model = family.Model(model_config, backend)
-        shapes = jax.eval_shape(partial(models.init_params, model), jax.random.key(0))
-        params = checkpoint.load_params(
-            found.open(),
-            shapes,
-            dtype=dtype,
-            fused=model_config.fused,
-            tied=getattr(model_config, "tie_word_embeddings", True),
-            progress=show_progress,
-        )
-        tokenizer = found.tokenizer()
-        eos = defaults.eos_token_ids(found.generation_config, found.hf_config, {"eos_token_id": tokenizer.eos_token_id})
-        return cls(
-            model,
-            params,
-            tokenizer,
-            eos_token_ids=eos,
-            default_params=defaults.sampling(found.generation_config),
-            show_progress=show_progress,
-            **config,
-        )
+        found = pretrained.load(name, EngineConfig(**config), revision=revision, show_progress=show_progress)
+        return cls(**found, show_progress=show_progress, **config)
 
     # Requests
 
@@ -178,8 +140,8 @@ class Engine:
         A ValueError for what can never run leaves everything as it was.
         """
         params = self.default_params if params is None else params
-        token_ids = self._encode(prompt)
-        self._check(token_ids, params, on_piece)
+        token_ids = self._intake.encode(prompt)
+        self._check(token_ids, params, streamed=on_piece is not None)
         return self._add(prompt, token_ids, params, priority, on_piece)
 
     def step(self) -> list[Response]:
@@ -257,9 +219,9 @@ class Engine:
         each = list(params) if isinstance(params, Seq) else [params] * len(every)
         if len(each) != len(every):
             raise ValueError(f"{len(each)} params for {len(every)} prompts; give one, or one for each")
-        encoded = [self._encode(prompt) for prompt in every]
+        encoded = [self._intake.encode(prompt) for prompt in every]
         for token_ids, wanted in zip(encoded, each, strict=True):
-            self._check(token_ids, wanted, None)
+            self._check(token_ids, wanted)
         mine = {self._add(*request) for request in zip(every, encoded, each, strict=True)}
         responses: list[Response] = []
         with progress.bar("generating", sum(p.n for p in each), show_progress, "samples") as advance:
@@ -293,13 +255,7 @@ class Engine:
 
     def chat_prompt(self, messages: Messages) -> list[int]:
         """The token ids that the tokenizer's chat template makes of a conversation."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError("this model's tokenizer has no chat template; use generate with a plain prompt")
-        try:
-            out = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-        return list(out["input_ids"])
+        return self._intake.chat_prompt(messages)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of the response's text as they become final; joined, they are its text (without echo).
@@ -451,9 +407,14 @@ class Engine:
 
     def num_prompt_tokens(self, prompt: Prompt) -> int:
         """How many tokens a prompt is for this model."""
-        return len(self._encode(prompt))
+        return len(self._intake.encode(prompt))
 
-    # From requests to sequences
+    def _check(self, token_ids: list[int], params: SamplingParams, *, streamed: bool = False) -> None:
+        """ValueError for a request that can never run; nothing has changed."""
+        self._intake.check(token_ids, params, streamed=streamed)
+        if self._low_level.is_in_use:
+            raise ValueError("sequences made by put hold the pool; flush them before adding requests")
+        self._scheduler.check_can_run(self._intake.sequence(-1, token_ids, params, 0))
 
     def _add(
         self,
@@ -465,114 +426,22 @@ class Engine:
     ) -> int:
         """Queue a request that has passed `_check`; its id, higher than any before."""
         request_id = next(self._request_ids)
-        text = self._text(prompt, params) if params.full_text else ""
-        samples = [self._sample(request_id, i, token_ids, text, params, priority, on_piece) for i in range(params.n)]
+        samples = self._intake.samples(request_id, prompt, token_ids, params, priority, on_piece)
         for sample in samples:
             self._scheduler.add(sample.seq)
             self._samples[sample.seq.seq_id] = sample
         self._requests[request_id] = samples
         return request_id
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this engine has no tokenizer; give prompts as lists of token ids")
-            return list(self.tokenizer(prompt)["input_ids"])
-        if not is_token_ids(prompt):
-            raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r:.60}")
-        return [int(token_id) for token_id in prompt]
-
-    def _text(self, prompt: Prompt, params: SamplingParams) -> str:
-        """A prompt's text, for echo."""
-        if isinstance(prompt, str) or self.tokenizer is None:
-            return prompt if isinstance(prompt, str) else ""
-        return self.tokenizer.decode(
-            list(prompt), skip_special_tokens=params.skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-
-    def _check(self, token_ids: list[int], params: SamplingParams, on_piece: OnPiece | None) -> None:
-        """ValueError for a request that can never run; nothing has changed."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params={params!r:.60} is {type(params).__name__}; it must be SamplingParams")
-        vocab_size = self._runner.model.config.vocab_size
-        named = {
-            "the prompt": token_ids,
-            "stop_token_ids": params.stop_token_ids,
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "logit_bias": params.logit_bias,
-        }
-        for name, ids in named.items():
-            for token_id in ids:
-                if not 0 <= token_id < vocab_size:
-                    raise ValueError(f"{name} has the token id {token_id}; this model's are 0 to {vocab_size - 1}")
-        if self.tokenizer is None and params.stop:
-            raise ValueError("stop strings need a tokenizer, which this engine does not have; use stop_token_ids")
-        if self.tokenizer is None and on_piece is not None:
-            raise ValueError("this engine has no tokenizer, so there is no text to stream; use add and step")
-        if params.n > 1 and on_piece is not None:
-            raise ValueError(f"n={params.n} samples cannot be streamed as one text; stream them one by one")
-        if self._low_level.is_in_use:
-            raise ValueError("sequences made by put hold the pool; flush them before adding requests")
-        self._scheduler.check_can_run(self._sequence(-1, token_ids, params, 0))
-
-    def _sequence(self, seq_id: int, token_ids: list[int], params: SamplingParams, priority: int) -> Sequence:
-        return Sequence(
-            seq_id=seq_id,
-            prompt_token_ids=token_ids,
-            max_tokens=params.max_tokens or self.max_model_len,
-            stop_token_ids=frozenset(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos_token_ids)),
-            min_tokens=params.min_tokens,
-            priority=priority,
-        )
-
-    def _sample(
-        self,
-        request_id: int,
-        index: int,
-        token_ids: list[int],
-        text: str,
-        params: SamplingParams,
-        priority: int,
-        on_piece: OnPiece | None,
-    ) -> Sample:
-        detokenizer = self.tokenizer and Detokenizer(
-            self.tokenizer,
-            token_ids,
-            stop=params.stop,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
-        seq = self._sequence(next(self._ids), token_ids, params, priority)
-        return Sample(seq, params, request_id, index, text, detokenizer, on_piece)
-
     def _settle(self, seq: Sequence) -> np.ndarray:
         """Store a sequence's masks and biases in the slot it has got; its row of settings."""
         sample = self._samples.get(seq.seq_id)
         if sample is None:  # made by put
             return Settings(num_prompt_tokens=len(seq.prompt_token_ids)).to_row()
-        p = sample.params
-        if p.logit_bias or p.allowed_token_ids is not None or p.min_tokens:
+        if (masks := self._intake.masks(sample)) is not None:
             assert seq.slot is not None
-            row = pack_row(p, seq.stop_token_ids, self._runner.model.config.vocab_size)
-            self._runner.set_row(seq.slot, row)
-        # Requests without a seed get one of the engine's, from a range that no request can name.
-        seed = (1 << 63) + (self.config.seed << 32) + seq.seq_id if p.seed is None else p.seed + sample.index
-        return Settings(
-            num_prompt_tokens=len(seq.prompt_token_ids),
-            min_tokens=p.min_tokens,
-            top_k=p.top_k,
-            seed_high=seed >> 32 & 0xFFFFFFFF,
-            seed_low=seed & 0xFFFFFFFF,
-            has_bias=bool(p.logit_bias),
-            has_allowed=p.allowed_token_ids is not None,
-            temperature=p.temperature,
-            top_p=p.top_p,
-            min_p=p.min_p,
-            repetition_penalty=p.repetition_penalty,
-            presence_penalty=p.presence_penalty,
-            frequency_penalty=p.frequency_penalty,
-        ).to_row()
+            self._runner.set_row(seq.slot, masks)
+        return self._intake.settings(sample).to_row()
 
     def _warm_up(self, show_progress: bool | None) -> None:
         programs = self._runner.programs
@@ -581,19 +450,3 @@ class Engine:
             for key in keys:
                 programs.get(*key)
                 advance(1)
-
-
-def is_token_ids(prompt: Any) -> bool:
-    """Whether `prompt` is a list of token ids rather than a string or a list of prompts."""
-    return (
-        isinstance(prompt, Seq | np.ndarray)
-        and not isinstance(prompt, str | bytes)
-        and len(prompt) > 0
-        and all(isinstance(i, int | np.integer) for i in prompt)
-    )
-
-
-def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list."""
-    alone = not isinstance(prompts, Iterable) or isinstance(prompts, str) or is_token_ids(prompts)
-    return cast(list[Prompt], [prompts] if alone else list(prompts))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from fastgen_jax.engine import Engine, Prompt, prompt_list
+from fastgen_jax.engine import Engine
+from fastgen_jax.intake import Prompt, prompt_list
 from fastgen_jax.types import DEFAULT_MODEL, Response, SamplingParams
 
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

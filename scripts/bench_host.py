@@ -18,7 +18,7 @@ BLOCK_SIZE, MAX_MODEL_LEN = 64, 8192
 
 
 def step_times(num_running: int, num_waiting: int, budget: int, num_steps: int, overlap: bool) -> list[float]:
-    """Milliseconds of host work of each of `num_steps` steps with that many sequences running and waiting."""
+    """Milliseconds of host work of `num_steps` steps with about that many sequences running and waiting."""
     rng = random.Random(0)
     pool = BlockPool(num_running * 12, BLOCK_SIZE)
     scheduler = Scheduler(pool, max_num_batched_tokens=budget, max_num_seqs=num_running, max_model_len=MAX_MODEL_LEN)
@@ -35,14 +35,13 @@ def step_times(num_running: int, num_waiting: int, budget: int, num_steps: int, 
     before = None
     while len(times) < num_steps:
         fill()
-        full = scheduler.num_running == num_running
         start = time.perf_counter()
         plan = scheduler.schedule()
         packer.pack(plan)
         finished, before = (before, plan) if overlap else (plan, None)
         if finished is not None:
             scheduler.update(finished, [0] * len(finished.rows))
-        if full:
+        if len(plan.rows) > 0.9 * num_running:
             times.append((time.perf_counter() - start) * 1e3)
     return times
 

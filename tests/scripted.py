@@ -131,6 +131,7 @@ def scripted_engine(answers: Answers, tokenizer: Any = TOKENIZER, **config: Any)
 
     engine = tiny_engine(tokenizer, **config)
     vars(engine)["_runner"] = ScriptedRunner(answers if callable(answers) else script)
+    vars(engine)["_intake"].vocab_size = NUM_TOKENS
     return engine
 
 

@@ -12,13 +12,13 @@ from fastgen_jax import SamplingParams, checkpoint
 from fastgen_jax.engine import Engine
 from fastgen_jax.types import DEFAULT_MODEL
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 TIE = 1e-3
 NUM_PROMPTS, NUM_TOKENS = 32, 64
 SETTINGS = {
-    # As the issue of preemption needs it: a small budget, and a pool that 32 growing sequences overrun.
-    "small": {"max_num_batched_tokens": 64, "max_num_seqs": 32, "block_size": 16, "num_blocks": 240},
+    # A small budget, and a pool that 32 growing sequences overrun.
+    "small": {"max_num_batched_tokens": 64, "max_num_seqs": 32, "block_size": 16, "num_blocks": 112},
     "large": {"max_num_batched_tokens": 512, "max_num_seqs": 64, "block_size": 64, "num_blocks": 320, "overlap": False},
 }
 SOURCES = [

@@ -27,13 +27,20 @@ from jax import Array
 from fastgen_jax.scheduler import Sequence, StepPlan
 
 MIN_BUCKET = 16
-"""No smaller step pays: matmuls of fewer rows are no faster."""
+"""A step of fewer tokens saves next to nothing: it reads the same weights."""
+
+SettingsOf = Callable[[Sequence], "Settings"]
 
 
 def bucket_ladder(largest: int) -> list[int]:
     """Powers of two from 16 up to `largest`, which closes the ladder whatever it is."""
     ladder = [MIN_BUCKET << i for i in range(largest.bit_length()) if MIN_BUCKET << i < largest]
     return [*ladder, largest]
+
+
+def bucket_for(ladder: list[int], size: int) -> int:
+    """The smallest bucket that holds `size`."""
+    return next(bucket for bucket in ladder if bucket >= size)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[
@@ -161,31 +168,27 @@ class Layout:
 
 
 class Packer:
-    """Packs step plans. Keeps each slot's block table and settings between steps, so that a step costs its rows.
+    """Packs step plans. Keeps each slot's block table and settings between steps, so that a step costs its rows."""
 
-    `settings_of` gives a sequence's settings; it is asked once for each stay of a sequence in a slot.
-    """
-
-    def __init__(self, layout: Layout, buckets: list[int], settings_of: Callable[[Sequence], np.ndarray]):
-        self.layout, self.buckets, self.settings_of = layout, buckets, settings_of
+    def __init__(self, layout: Layout, buckets: list[int]):
+        self.layout, self.buckets = layout, buckets
         self._tables = np.zeros((layout.max_num_seqs, layout.blocks_per_seq), np.int32)
         self._settings = np.tile(Settings().to_row(), (layout.max_num_seqs, 1))
         self._num_blocks = [0] * layout.max_num_seqs
         self._tenant: list[tuple[int, int] | None] = [None] * layout.max_num_seqs
 
-    def bucket(self, num_tokens: int) -> int:
-        """The smallest bucket that holds them."""
-        return next(bucket for bucket in self.buckets if bucket >= num_tokens)
+    def pack(self, plan: StepPlan, settings_of: SettingsOf) -> tuple[np.ndarray, int]:
+        """The buffer of a plan, int32, and its bucket.
 
-    def pack(self, plan: StepPlan) -> tuple[np.ndarray, int]:
-        """The buffer of a plan, int32, and its bucket."""
+        settings_of: a sequence's settings, asked once for each stay of a sequence in a slot.
+        """
         token_ids: list[int] = []
         for seq, start, num_new, _ in plan.rows:
-            self._settle(seq)
+            self._settle(seq, settings_of)
             known = seq.token_ids(start, start + num_new)
             token_ids += known
             token_ids += [-1] * (num_new - len(known))
-        bucket = self.bucket(len(token_ids))
+        bucket = bucket_for(self.buckets, len(token_ids))
         buffer = np.zeros(self.layout.buffer_size(bucket), np.int32)
         arrays = self.layout.split(buffer, bucket)
         num_rows = len(plan.rows)
@@ -198,18 +201,17 @@ class Packer:
         slots = np.array([row.seq.slot for row in plan.rows], np.int32)
         arrays["slots"][:num_rows] = slots
         arrays["samples"][:num_rows] = [row.samples for row in plan.rows]
-        arrays["settings"][:] = Settings().to_row()[None, :]
         arrays["settings"][:num_rows] = self._settings[slots]
         arrays["block_tables"][:num_rows] = self._tables[slots]
         return buffer, bucket
 
-    def _settle(self, seq: Sequence) -> None:
+    def _settle(self, seq: Sequence, settings_of: SettingsOf) -> None:
         """Bring the slot's settings and block table up to date."""
         slot, tenant = seq.slot, (seq.seq_id, seq.num_preemptions)
         assert slot is not None
         if self._tenant[slot] != tenant:
             self._tenant[slot] = tenant
-            self._settings[slot] = self.settings_of(seq)
+            self._settings[slot] = settings_of(seq).to_row()
             self._tables[slot] = 0
             self._num_blocks[slot] = 0
         have, want = self._num_blocks[slot], len(seq.block_table)

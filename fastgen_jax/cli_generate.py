@@ -1,6 +1,7 @@
 """`fastgen generate`: a prompt, a file of prompts or a conversation in, text on stdout."""
 
 import argparse
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -83,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Generate what `args` ask for; the exit status. Mistakes that show without the model are found first."""
     fields = given(args, SamplingParams)
     check_fields(fields)
-    config = given(args, EngineConfig)
+    # Requests without a seed differ from run to run.
+    config = {"seed": secrets.randbelow(2**31)} | given(args, EngineConfig)
     EngineConfig(**config)
     if args.system is not None:
         checked_text(args.system)

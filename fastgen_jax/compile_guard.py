@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import jax
 
+# JAX's listeners are the process's, so this count is too.
 _EVENT = "/jax/core/compile/backend_compile_duration"
 _counter = {"compilations": 0}
 

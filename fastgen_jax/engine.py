@@ -3,21 +3,19 @@
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, cast
 
-import jax
 import numpy as np
 
 from fastgen_jax import defaults, pretrained, progress
 from fastgen_jax.batch import Settings
-from fastgen_jax.compile_guard import num_compilations
 from fastgen_jax.intake import Intake, Messages, OnPiece, Prompt, prompt_list
 from fastgen_jax.low_level import LowLevel
 from fastgen_jax.models.layers import Params
 from fastgen_jax.request import Sample
-from fastgen_jax.runner import ModelRunner, Pending, Report
+from fastgen_jax.runner import ModelRunner, Pending, Report, one_dtype
 from fastgen_jax.scheduler import BlockPool, Row, Scheduler, Sequence, StepPlan
 from fastgen_jax.types import DEFAULT_MODEL, EngineConfig, EngineStats, Response, SamplingParams
 
@@ -55,9 +53,11 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.default_params = SamplingParams(**(default_params or {}))
-        found = jax.tree.leaves(params)[0].dtype
-        if self.config.dtype not in (None, found.name):
-            raise ValueError(f"dtype={self.config.dtype!r} does not fit params of {found.name}; cast them first")
+        found = one_dtype(params).name
+        if self.config.dtype not in (None, found):
+            raise ValueError(f"dtype={self.config.dtype!r} does not fit params of {found}; cast them first")
+        if self.config.backend not in (None, model.backend.NAME):
+            raise ValueError(f"backend={self.config.backend!r} is not the model's, which is {model.backend.NAME!r}")
         if self.config.compile_cache:
             defaults.enable_compile_cache()
         block_size = self.config.block_size or model.backend.DEFAULT_BLOCK_SIZE
@@ -74,16 +74,14 @@ class Engine:
             max_model_len=wanted,
             max_num_seqs=max_num_seqs,
             block_size=block_size,
-            settings_of=self._settle,
         )
         block_pool = BlockPool(self._runner.num_blocks, block_size)
-        fits = (block_pool.num_blocks - 1) * block_size + 1
-        if self.config.max_model_len and wanted > fits:
+        self.max_model_len = self._runner.max_model_len
+        if self.config.max_model_len and self.max_model_len < wanted:
             raise ValueError(
-                f"max_model_len={wanted} needs more than the pool's {fits} tokens; "
+                f"max_model_len={wanted} needs more than the pool's {self.max_model_len} tokens; "
                 f"raise num_blocks to {block_pool.blocks_needed(wanted - 1) + 1} or lower max_model_len"
             )
-        self.max_model_len = min(wanted, fits)
         self._block_pool = block_pool
         self._scheduler = Scheduler(
             block_pool,
@@ -104,7 +102,7 @@ class Engine:
         self._low_level = LowLevel(self._runner, block_pool, max_num_seqs, budget, self.max_model_len)
         if self.config.warm_up:
             self._warm_up(show_progress)
-        self._compiled_before = num_compilations()
+        self._compiled_at_start = self._runner.programs.num_compiled
 
     @classmethod
     def from_pretrained(
@@ -120,7 +118,7 @@ class Engine:
         revision: branch, tag or commit on the Hub. config: fields of `EngineConfig`.
         """
         found = pretrained.load(name, EngineConfig(**config), revision=revision, show_progress=show_progress)
-        return cls(**found, show_progress=show_progress, **config)
+        return cls(**found._asdict(), show_progress=show_progress, **config)
 
     # Requests
 
@@ -141,7 +139,7 @@ class Engine:
         """
         params = self.default_params if params is None else params
         token_ids = self._intake.encode(prompt)
-        self._check(token_ids, params, streamed=on_piece is not None)
+        self._check(token_ids, params, priority=priority, streamed=on_piece is not None)
         return self._add(prompt, token_ids, params, priority, on_piece)
 
     def step(self) -> list[Response]:
@@ -183,7 +181,7 @@ class Engine:
             preemptions=total["preemptions"],
             dead_rows=total["dead_rows"],
             compiled=self._runner.programs.num_compiled,
-            compiled_after_warm_up=num_compilations() - self._compiled_before,
+            compiled_after_warm_up=self._runner.programs.num_compiled - self._compiled_at_start,
         )
 
     def update_params(self, params: Params) -> None:
@@ -210,7 +208,8 @@ class Engine:
     ) -> list[Response]:
         """Responses to `prompts`, strings or lists of token ids, in their order; n of them for a prompt with n > 1.
 
-        params: one for all, one for each, or None for the model's own defaults.
+        params: one for all, one for each, or None for the model's own defaults; to change some of those,
+            `engine.default_params.replace(max_tokens=64)`.
         show_progress: a bar on stderr; None is where stderr is a terminal.
         A prompt that cannot run raises ValueError before any other is begun.
         """
@@ -222,10 +221,12 @@ class Engine:
         encoded = [self._intake.encode(prompt) for prompt in every]
         for token_ids, wanted in zip(encoded, each, strict=True):
             self._check(token_ids, wanted)
-        mine = {self._add(*request) for request in zip(every, encoded, each, strict=True)}
+        mine: set[int] = set()
         responses: list[Response] = []
         with progress.bar("generating", sum(p.n for p in each), show_progress, "samples") as advance:
             try:
+                for request in zip(every, encoded, each, strict=True):
+                    mine.add(self._add(*request))
                 while not mine.isdisjoint(self._requests):
                     self._advance()
                     finished = self._take(mine)
@@ -257,6 +258,10 @@ class Engine:
         """The token ids that the tokenizer's chat template makes of a conversation."""
         return self._intake.chat_prompt(messages)
 
+    def num_prompt_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt is for this model."""
+        return len(self._intake.encode(prompt))
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of the response's text as they become final; joined, they are its text (without echo).
 
@@ -277,7 +282,7 @@ class Engine:
 
     # FastGen's low-level seam
 
-    def put(self, ids: Seq[int], tokens: Seq[Seq[int]]) -> np.ndarray:
+    def put(self, ids: Seq[Hashable], tokens: Seq[Seq[int]]) -> np.ndarray:
         """Append `tokens[i]` to the sequence called `ids[i]`, new ids beginning new sequences, in one step.
 
         Returns float32 logits [len(ids), V] after each one's last token. The sequences keep their KV blocks
@@ -287,7 +292,7 @@ class Engine:
             raise ValueError("put needs an idle engine, and requests are unfinished; step until has_work is False")
         return self._low_level.put(ids, tokens)
 
-    def flush(self, ids: Seq[int]) -> None:
+    def flush(self, ids: Seq[Hashable]) -> None:
         """Forget sequences made by `put` and free their blocks."""
         self._low_level.flush(ids)
 
@@ -304,6 +309,8 @@ class Engine:
             self._pending = None  # rows may count as computed that never were: no request can go on
             for request_id in list(self._requests):
                 self._abort(request_id)
+            if self._runner.is_broken:
+                self._runner.reset()
             raise
         self._deliver()
 
@@ -355,11 +362,11 @@ class Engine:
             sample = self._samples[row.seq.seq_id]
             sample.scheduled = sample.scheduled or now
         report = any(row.samples and self._samples[row.seq.seq_id].params.logprobs is not None for row in plan.rows)
-        pending = self._runner.dispatch(plan, report=report, wants_prompt=self._wants_prompt)
+        pending = self._runner.dispatch(plan, self._settle, report=report, wants_prompt=self._wants_prompt)
         self._totals.update(
             steps=1,
             tokens=plan.num_tokens,
-            padding=self._runner.packer.bucket(plan.num_tokens) - plan.num_tokens,
+            padding=pending.num_padding,
             preemptions=len(plan.preempted),
         )
         return pending
@@ -405,12 +412,12 @@ class Engine:
             del self._requests[sample.request_id]
         self._done.append(sample.response())
 
-    def num_prompt_tokens(self, prompt: Prompt) -> int:
-        """How many tokens a prompt is for this model."""
-        return len(self._intake.encode(prompt))
-
-    def _check(self, token_ids: list[int], params: SamplingParams, *, streamed: bool = False) -> None:
+    def _check(
+        self, token_ids: list[int], params: SamplingParams, *, priority: int = 0, streamed: bool = False
+    ) -> None:
         """ValueError for a request that can never run; nothing has changed."""
+        if type(priority) is not int:
+            raise TypeError(f"priority={priority!r} is {type(priority).__name__}; it must be a whole number")
         self._intake.check(token_ids, params, streamed=streamed)
         if self._low_level.is_in_use:
             raise ValueError("sequences made by put hold the pool; flush them before adding requests")
@@ -433,15 +440,13 @@ class Engine:
         self._requests[request_id] = samples
         return request_id
 
-    def _settle(self, seq: Sequence) -> np.ndarray:
-        """Store a sequence's masks and biases in the slot it has got; its row of settings."""
-        sample = self._samples.get(seq.seq_id)
-        if sample is None:  # made by put
-            return Settings(num_prompt_tokens=len(seq.prompt_token_ids)).to_row()
+    def _settle(self, seq: Sequence) -> Settings:
+        """Store a sequence's masks and biases in the slot it has got; its settings."""
+        sample = self._samples[seq.seq_id]
         if (masks := self._intake.masks(sample)) is not None:
             assert seq.slot is not None
             self._runner.set_row(seq.slot, masks)
-        return self._intake.settings(sample).to_row()
+        return self._intake.settings(sample)
 
     def _warm_up(self, show_progress: bool | None) -> None:
         programs = self._runner.programs

@@ -11,7 +11,7 @@ import numpy as np
 from fastgen_jax.batch import Settings
 from fastgen_jax.detokenize import Detokenizer
 from fastgen_jax.request import Sample
-from fastgen_jax.sampling_state import SlotRow, pack_row
+from fastgen_jax.sampling_state import SlotRow, pack_row, seed_words
 from fastgen_jax.scheduler import Sequence
 from fastgen_jax.types import SamplingParams
 
@@ -115,14 +115,16 @@ class Intake:
     def settings(self, sample: Sample) -> Settings:
         """How a sample's tokens are drawn, as numbers for the device."""
         seq, p = sample.seq, sample.params
-        # Requests without a seed get one of the engine's, from a range that no request can name.
-        seed = (1 << 63) + (self._seed << 32) + seq.seq_id if p.seed is None else p.seed + sample.index
+        # Requests without a seed get one of the engine's, from the half of the range that no request can name.
+        drawn = (1 << 63) + (self._seed << 32) + seq.seq_id
+        seed = drawn if p.seed is None else (p.seed + sample.index) % (1 << 63)
+        seed_high, seed_low = seed_words(seed).tolist()
         return Settings(
             num_prompt_tokens=len(seq.prompt_token_ids),
             min_tokens=p.min_tokens,
             top_k=p.top_k,
-            seed_high=seed >> 32 & 0xFFFFFFFF,
-            seed_low=seed & 0xFFFFFFFF,
+            seed_low=seed_low,
+            seed_high=seed_high,
             has_bias=bool(p.logit_bias),
             has_allowed=p.allowed_token_ids is not None,
             temperature=p.temperature,

@@ -22,12 +22,14 @@ def block_bytes(config: Any, backend: Backend, block_size: int, dtype: Any) -> i
     return sum(math.prod(shape) for shape in shapes) * config.num_layers * jnp.dtype(dtype).itemsize
 
 
-def free_bytes(device: jax.Device, utilization: float, step_bytes: int) -> int:
-    """What a pool may take on `device`: its memory's share less what is held and what a step needs beside it."""
+def free_bytes(device: jax.Device, utilization: float) -> int:
+    """What may still be taken on `device`: a share of what JAX may use there, less what is in use."""
+    if device.platform == "cpu":
+        return CPU_POOL_BYTES
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
-        return CPU_POOL_BYTES
-    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - step_bytes
+        raise ValueError(f"{device} does not say how much memory it has; set num_blocks")
+    return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"]
 
 
 def fit_blocks(num_bytes: int, bytes_per_block: int, most: int) -> int:
@@ -35,7 +37,7 @@ def fit_blocks(num_bytes: int, bytes_per_block: int, most: int) -> int:
     if num_bytes < 2 * bytes_per_block:
         raise ValueError(
             f"no memory for a KV pool: {max(num_bytes, 0):,} bytes are left and a block takes {bytes_per_block:,}; "
-            "lower max_num_batched_tokens, raise gpu_memory_utilization or use a 16-bit dtype"
+            "set num_blocks, lower max_num_batched_tokens, raise gpu_memory_utilization or use a 16-bit dtype"
         )
     return min(num_bytes // bytes_per_block, most)
 

@@ -55,15 +55,24 @@ class LowLevel:
         for name in ids:
             if name not in self._sequences:
                 raise ValueError(f"there is no sequence {name!r}; put has made {sorted(map(repr, self._sequences))}")
-        for name in ids:
+        for name in dict.fromkeys(ids):
             seq = self._sequences.pop(name)
             self._block_pool.free(seq.block_table)
             assert seq.slot is not None
             self._free_slots.append(seq.slot)
 
     def _check(self, ids: Seq[Hashable], tokens: Seq[Seq[int]]) -> None:
-        if len(ids) != len(tokens) or len(set(ids)) != len(ids) or not all(len(new) for new in tokens):
-            raise ValueError(f"put takes one non-empty list of tokens for each of its ids {list(ids)!r:.80}, each once")
+        if len(ids) != len(tokens):
+            raise ValueError(f"put has {len(ids)} ids and {len(tokens)} lists of tokens; it takes one for each")
+        if repeated := [name for name in ids if list(ids).count(name) > 1]:
+            raise ValueError(f"put has the id {repeated[0]!r} more than once; give all its tokens in one list")
+        vocab_size = self._runner.model.config.vocab_size
+        for name, new in zip(ids, tokens, strict=True):
+            if not len(new):
+                raise ValueError(f"put has no tokens for the id {name!r}; it takes at least one")
+            for token_id in new:
+                if not isinstance(token_id, int | np.integer) or not 0 <= token_id < vocab_size:
+                    raise ValueError(f"put has {token_id!r} for the id {name!r}; token ids are 0 to {vocab_size - 1}")
         if (total := sum(map(len, tokens))) > self._max_num_tokens:
             raise ValueError(f"{total} tokens in one put; max_num_batched_tokens={self._max_num_tokens} allows no more")
         new_ids = [name for name in ids if name not in self._sequences]

@@ -1,20 +1,28 @@
 """From a model's name to everything an engine is made of."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fastgen_jax import checkpoint, defaults, kernels, models
+from fastgen_jax.models.layers import Params
 from fastgen_jax.types import EngineConfig
 
 
-def load(name: str, config: EngineConfig, *, revision: str | None, show_progress: bool | None) -> dict[str, Any]:
-    """The arguments of `Engine` for a model: model, params, tokenizer, eos_token_ids, default_params.
+class Pretrained(NamedTuple):
+    """What `Engine` takes of the same names."""
 
-    What cannot run is refused from the checkpoint's headers, before its tensors are read.
-    """
+    model: Any
+    params: Params
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    default_params: dict[str, Any]
+
+
+def load(name: str, config: EngineConfig, *, revision: str | None, show_progress: bool | None) -> Pretrained:
+    """Find a model and load it; a model that is not supported is refused before its tensors are read."""
     found = checkpoint.resolve(name, revision=revision)
     family = models.family(found.hf_config.get("model_type", ""))
     model_config = family.from_hf(found.hf_config)
@@ -35,14 +43,8 @@ def load(name: str, config: EngineConfig, *, revision: str | None, show_progress
         shapes,
         dtype=dtype,
         fused=model_config.fused,
-        tied=getattr(model_config, "tie_word_embeddings", True),
+        tied=model_config.tie_word_embeddings,
         progress=show_progress,
     )
     eos = defaults.eos_token_ids(found.generation_config, found.hf_config, {"eos_token_id": tokenizer.eos_token_id})
-    return {
-        "model": model,
-        "params": params,
-        "tokenizer": tokenizer,
-        "eos_token_ids": eos,
-        "default_params": defaults.sampling(found.generation_config),
-    }
+    return Pretrained(model, params, tokenizer, eos, defaults.sampling(found.generation_config))

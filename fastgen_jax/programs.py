@@ -23,6 +23,9 @@ from fastgen_jax.sampling import logprobs, sample
 from fastgen_jax.sampling_state import SamplingRows, SamplingState, set_row
 from fastgen_jax.types import MAX_LOGPROBS
 
+ROW_COLUMNS = 3 + NUM_SETTINGS
+"""Columns of `rows`, which the backbone hands to the head: slot, kv_len, samples, and the settings."""
+
 LOGPROB_CHUNK = 64
 """Rows whose logits over the vocabulary exist at once for a prompt's log-probabilities."""
 
@@ -39,7 +42,7 @@ def backbone(
     token_pool: Array,
     buffer: Array,
 ) -> tuple[Array, Array, Array, list[LayerKV], Array]:
-    """-> hidden [T, E], last hidden of each row [max_num_seqs, E], rows int32 [max_num_seqs, 3 + F], pools."""
+    """-> hidden [T, E], last hidden of each row [max_num_seqs, E], rows int32 [max_num_seqs, ROW_COLUMNS], pools."""
     arrays = layout.split(buffer, bucket)
     batch, token_pool = layout.unpack(arrays, token_pool)
     hidden, kv_pool = model.apply({"params": params}, batch, kv_pool)
@@ -67,7 +70,7 @@ def head(
     slot = jnp.where(samples, sampling.slot, state.token_pool.shape[0])
     token_pool = state.token_pool.at[slot, sampling.num_tokens].set(tokens, mode="drop")
     state = replace(state, token_pool=token_pool)
-    return ((tokens, *logprobs(logits, tokens, MAX_LOGPROBS)) if report else tokens), state
+    return ((tokens, *logprobs(logits, tokens, num_reported(logits))) if report else tokens), state
 
 
 def row_logits(model: Any, num_rows: int, params: Params, last: Array) -> Array:
@@ -85,14 +88,19 @@ def prompt_logprobs(model: Any, params: Params, hidden: Array, targets: Array) -
 
     def one_chunk(args: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         logits = model.apply({"params": params}, args[0], method="logits")
-        return logprobs(logits, args[1], MAX_LOGPROBS)
+        return logprobs(logits, args[1], num_reported(logits))
 
     out = jax.lax.map(one_chunk, (hidden, targets))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], out)
 
 
+def num_reported(logits: Array) -> int:
+    """How many of the likeliest tokens are reported: all there are of a tiny vocabulary."""
+    return min(MAX_LOGPROBS, logits.shape[-1])
+
+
 def sampling_rows(rows: Array) -> tuple[SamplingRows, Array]:
-    """rows int32 [S, 3 + F] -> how each is sampled, and which are; the others are made greedy, which is cheap."""
+    """rows int32 [S, ROW_COLUMNS] -> how each is sampled, and which are; the others are made greedy, which is cheap."""
     slot, num_tokens, samples = rows[:, 0], rows[:, 1], rows[:, 2] > 0
     neutral = jnp.asarray(Settings().to_row())[None, :]
     settings = jnp.where(samples[:, None], rows[:, 3:], neutral)
@@ -168,8 +176,9 @@ class Programs:
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-        last = jax.ShapeDtypeStruct((slots, self._embed_dim()), self._dtype)
-        rows = ints(slots, 3 + NUM_SETTINGS)
+        embed_dim = self.model.config.embed_dim
+        last = jax.ShapeDtypeStruct((slots, embed_dim), self._dtype)
+        rows = ints(slots, ROW_COLUMNS)
         if name == "backbone":
             run = jax.jit(partial(backbone, self.model, self.layout, bucket), donate_argnums=(1, 2))
             return run.lower(s["params"], s["kv_pool"], state.token_pool, ints(self.layout.buffer_size(bucket)))
@@ -179,16 +188,11 @@ class Programs:
         if name == "logits":
             return jax.jit(partial(row_logits, self.model, bucket)).lower(head_params, last)
         if name == "prompt_logprobs":
-            hidden = jax.ShapeDtypeStruct((bucket, self._embed_dim()), self._dtype)
+            hidden = jax.ShapeDtypeStruct((bucket, embed_dim), self._dtype)
             return jax.jit(partial(prompt_logprobs, self.model)).lower(head_params, hidden, ints(bucket))
         per_request = (state.allowed_bits, state.stop_bits, state.bias_ids, state.bias_values)
         row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in per_request]
         return jax.jit(set_row, donate_argnums=(0,)).lower(state, ints(), *row)
-
-    def _embed_dim(self) -> int:
-        """E of the hidden states that the head reads."""
-        config = self.model.config
-        return getattr(config, "embed_dim", config.hidden_size)
 
 
 def shapes_of(tree: Any) -> Any:

@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array
 
 from fastgen_jax import kv_pool
-from fastgen_jax.batch import Layout, Packer, bucket_ladder
+from fastgen_jax.batch import Layout, Packer, Settings, SettingsOf, bucket_for, bucket_ladder
 from fastgen_jax.models.layers import Params
 from fastgen_jax.programs import Programs
 from fastgen_jax.sampling_state import SamplingState
-from fastgen_jax.scheduler import Row, Sequence, StepPlan
+from fastgen_jax.scheduler import Row, StepPlan
 from fastgen_jax.types import EngineConfig
 
 Report = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -23,9 +23,13 @@ Report = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Pending:
-    """A dispatched step. Its arrays are on their way to the host; `tokens` and the reports wait for them."""
+    """A dispatched step. Its arrays are on their way to the host; `tokens` and the reports wait for them.
+
+    num_padding: tokens it was padded by.
+    """
 
     plan: StepPlan
+    num_padding: int
     sampled: Any
     prompt: tuple[Array, Array, Array] | None
 
@@ -46,7 +50,7 @@ class Pending:
 class ModelRunner:
     """Runs step plans on the device, in the order they are dispatched.
 
-    `settings_of(seq)` gives a sequence's row of settings when it first appears in a slot.
+    max_model_len: at most; it shrinks to what the pool holds. num_blocks: of the pool, as built.
     """
 
     def __init__(
@@ -58,61 +62,76 @@ class ModelRunner:
         max_model_len: int,
         max_num_seqs: int,
         block_size: int,
-        settings_of: Callable[[Sequence], np.ndarray],
     ):
         self.model = model
-        self.params = params
-        self.dtype = jax.tree.leaves(params)[0].dtype
-        blocks_per_seq = -(-max_model_len // block_size)
-        layout = Layout(max_num_seqs, blocks_per_seq, block_size)
-        buckets = bucket_ladder(config.max_num_batched_tokens)
-        row_buckets = bucket_ladder(max_num_seqs)
-        self.packer = Packer(layout, buckets, settings_of)
-        self._row_buckets = row_buckets
-        self.state = SamplingState.allocate(max_num_seqs, max_model_len, model.config.vocab_size)
+        self.dtype = one_dtype(params)
+        self.params = jax.tree.map(jnp.asarray, params)
+        self._block_size, self._max_num_seqs = block_size, max_num_seqs
+        self._buckets, self._row_buckets = bucket_ladder(config.max_num_batched_tokens), bucket_ladder(max_num_seqs)
+        self.num_blocks = config.num_blocks or self._fit_blocks(config.gpu_memory_utilization, max_model_len)
+        self.max_model_len = min(max_model_len, (self.num_blocks - 1) * block_size + 1)
+        self.programs = self._programs(self.num_blocks, self.max_model_len)
+        self.reset()
 
-        def programs(num_blocks: int) -> Programs:
-            pool = jax.eval_shape(lambda: self._allocate(num_blocks, block_size))
-            return Programs(model, layout, buckets, row_buckets, params, pool, self.state)
+    def reset(self) -> None:
+        """Forget every sequence: empty pools, and no tenant in any slot."""
+        self.kv_pool = self._allocate_pool(self.num_blocks)
+        self.state = self._allocate_state(self.max_model_len)
+        self.packer = Packer(self.programs.layout, self._buckets)
 
-        num_blocks = config.num_blocks
-        if num_blocks is None:
-            bytes_per_block = kv_pool.block_bytes(model.config, model.backend, block_size, self.dtype)
-            most = max_num_seqs * blocks_per_seq + 1
-            device = jax.tree.leaves(params)[0].devices().pop()
-            needed = programs(2).largest_step_bytes() if device.platform == "gpu" else 0
-            left = kv_pool.free_bytes(device, config.gpu_memory_utilization, needed)
-            num_blocks = kv_pool.fit_blocks(left, bytes_per_block, most)
-        self.num_blocks = num_blocks
-        self.kv_pool = self._allocate(num_blocks, block_size)
-        self.programs = programs(num_blocks)
+    @property
+    def is_broken(self) -> bool:
+        """Whether an exception struck between a call that took the pools and the assignment of what it returned."""
+        return any(array.is_deleted() for array in jax.tree.leaves((self.kv_pool, self.state)))
 
-    def _allocate(self, num_blocks: int, block_size: int) -> list:
-        return kv_pool.allocate(self.model.config, self.model.backend, num_blocks, block_size, self.dtype)
+    def _fit_blocks(self, utilization: float, max_model_len: int) -> int:
+        """How many blocks there is memory for."""
+        per_block = kv_pool.block_bytes(self.model.config, self.model.backend, self._block_size, self.dtype)
+        most = self._max_num_seqs * -(-max_model_len // self._block_size) + 1
+        (device,) = jax.tree.leaves(self.params)[0].devices()
+        num_blocks = kv_pool.fit_blocks(kv_pool.free_bytes(device, utilization), per_block, most)
+        if device.platform == "cpu":
+            return num_blocks
+        # Measured with the pool as large as it could be, so that a copy of it would show.
+        needed = self._programs(num_blocks, max_model_len).largest_step_bytes()
+        return kv_pool.fit_blocks(kv_pool.free_bytes(device, utilization) - needed, per_block, most)
 
-    def dispatch(self, plan: StepPlan, *, report: bool, wants_prompt: Callable[[Row], bool]) -> Pending:
+    def _programs(self, num_blocks: int, max_model_len: int) -> Programs:
+        layout = Layout(self._max_num_seqs, -(-max_model_len // self._block_size), self._block_size)
+        pool = jax.eval_shape(lambda: self._allocate_pool(num_blocks))
+        state = jax.eval_shape(lambda: self._allocate_state(max_model_len))
+        return Programs(self.model, layout, self._buckets, self._row_buckets, self.params, pool, state)
+
+    def _allocate_pool(self, num_blocks: int) -> list[kv_pool.LayerKV]:
+        return kv_pool.allocate(self.model.config, self.model.backend, num_blocks, self._block_size, self.dtype)
+
+    def _allocate_state(self, max_model_len: int) -> SamplingState:
+        return SamplingState.allocate(self._max_num_seqs, max_model_len, self.model.config.vocab_size)
+
+    def dispatch(
+        self, plan: StepPlan, settings_of: SettingsOf, *, report: bool, wants_prompt: Callable[[Row], bool]
+    ) -> Pending:
         """Start a step and return at once.
 
-        report: fetch log-probabilities of the samples. wants_prompt: whether a row's prompt
-            log-probabilities are wanted.
+        settings_of: the settings of a sequence, asked when it first appears in its slot.
+        report: fetch log-probabilities of the samples. wants_prompt: whether those of a row's prompt are wanted.
         """
-        hidden, last, rows = self._backbone(plan)
-        num_rows = self._row_bucket(len(plan.rows))
+        hidden, last, rows = self._backbone(plan, settings_of)
+        num_rows = bucket_for(self._row_buckets, len(plan.rows))
         program = self.programs.get("sample_logprobs" if report else "sample", num_rows)
         sampled, self.state = program(self._head_params, self.state, last, rows)
-        prompt = None
+        prompt, bucket = None, hidden.shape[0]
         if any(wants_prompt(row) for row in plan.rows):
-            bucket = hidden.shape[0]
             targets = prompt_targets(plan, bucket)
             prompt = self.programs.get("prompt_logprobs", bucket)(self._head_params, hidden, targets)
         for array in jax.tree.leaves((sampled, prompt)):
             array.copy_to_host_async()
-        return Pending(plan, sampled, prompt)
+        return Pending(plan, bucket - plan.num_tokens, sampled, prompt)
 
     def logits(self, plan: StepPlan) -> np.ndarray:
         """Run a step and return float32 logits [rows, V] after each row's last token."""
-        _, last, _ = self._backbone(plan)
-        program = self.programs.get("logits", self._row_bucket(len(plan.rows)))
+        _, last, _ = self._backbone(plan, lambda seq: Settings(num_prompt_tokens=len(seq.prompt_token_ids)))
+        program = self.programs.get("logits", bucket_for(self._row_buckets, len(plan.rows)))
         return np.asarray(program(self._head_params, last))[: len(plan.rows)]
 
     def set_row(self, slot: int, row: tuple[np.ndarray, ...]) -> None:
@@ -133,17 +152,14 @@ class ModelRunner:
         self._params = params
         self._head_params = self.model.head_params(params)
 
-    def _backbone(self, plan: StepPlan) -> tuple[Array, Array, Array]:
-        buffer, bucket = self.packer.pack(plan)
+    def _backbone(self, plan: StepPlan, settings_of: SettingsOf) -> tuple[Array, Array, Array]:
+        buffer, bucket = self.packer.pack(plan, settings_of)
         program = self.programs.get("backbone", bucket)
         hidden, last, rows, self.kv_pool, token_pool = program(
             self._params, self.kv_pool, self.state.token_pool, buffer
         )
         self.state = replace(self.state, token_pool=token_pool)
         return hidden, last, rows
-
-    def _row_bucket(self, num_rows: int) -> int:
-        return next(bucket for bucket in self._row_buckets if bucket >= num_rows)
 
 
 def prompt_targets(plan: StepPlan, bucket: int) -> np.ndarray:
@@ -170,3 +186,13 @@ def check_same(old: Params, new: Params) -> None:
         found = have[name]
         if (found.shape, jnp.dtype(found.dtype)) != (leaf.shape, jnp.dtype(leaf.dtype)):
             raise ValueError(f"{name} is {found.dtype}{list(found.shape)}; it must be {leaf.dtype}{list(leaf.shape)}")
+
+
+def one_dtype(params: Params) -> Any:
+    """The dtype of all of `params`; ValueError naming a leaf that has another than the first."""
+    (_, first), *others = jax.tree_util.tree_leaves_with_path(params)
+    for path, leaf in others:
+        if leaf.dtype != first.dtype:
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"params are of one dtype: {name} is {leaf.dtype} and the first leaf {first.dtype}")
+    return first.dtype

@@ -12,6 +12,7 @@ DEFAULT_MODEL = "smollm2-135m"
 """What every command and function that takes a model runs if none is named."""
 
 MAX_LOGPROBS = 20
+_MORE_THAN_0 = 1e-6
 MAX_LOGIT_BIAS = 512
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -90,6 +91,8 @@ class SamplingParams:
                 object.__setattr__(self, name, tuple(value))
         if self.logit_bias is None:
             object.__setattr__(self, "logit_bias", {})
+        elif isinstance(self.logit_bias, Mapping):  # a copy: the caller may go on changing theirs
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         _check_sampling(self)
 
     @property
@@ -107,8 +110,11 @@ def _number(name: str, value: Any, low: float, high: float, *, whole: bool = Fal
     if value is None and none:
         return
     kinds = (int,) if whole else (int, float)
-    want = f"{'a whole number' if whole else 'a number'} from {low:g}"
-    want += "" if high == math.inf else f" to {high:g}"
+    want = "a whole number " if whole else "a number "
+    if low == _MORE_THAN_0:
+        want += f"above 0 and at most {high}"
+    else:
+        want += f"from {low}" if high == math.inf else f"from {low} to {high}"
     want += " or None" if none else ""
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be {want}")
@@ -117,14 +123,15 @@ def _number(name: str, value: Any, low: float, high: float, *, whole: bool = Fal
 
 
 def _check_sampling(p: SamplingParams) -> None:
-    tiny = 1e-6  # stands for "more than 0" in the ranges below
     _number("max_tokens", p.max_tokens, 1, math.inf, whole=True, none=True)
-    _number("min_tokens", p.min_tokens, 0, math.inf if p.max_tokens is None else p.max_tokens, whole=True)
-    _number("temperature", p.temperature, 0, 1e6)
-    _number("top_p", p.top_p, tiny, 1)
+    _number("min_tokens", p.min_tokens, 0, math.inf, whole=True)
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise ValueError(f"min_tokens={p.min_tokens} is more than max_tokens={p.max_tokens}")
+    _number("temperature", p.temperature, 0, 10**6)
+    _number("top_p", p.top_p, _MORE_THAN_0, 1)
     _number("top_k", p.top_k, 0, 2**31 - 1, whole=True)
     _number("min_p", p.min_p, 0, 1)
-    _number("repetition_penalty", p.repetition_penalty, tiny, 1e6)
+    _number("repetition_penalty", p.repetition_penalty, _MORE_THAN_0, 10**6)
     _number("presence_penalty", p.presence_penalty, -2, 2)
     _number("frequency_penalty", p.frequency_penalty, -2, 2)
     _number("seed", p.seed, 0, 2**63 - 1, whole=True, none=True)
@@ -219,8 +226,9 @@ class EngineConfig:
 
     dtype: of the weights, the activations and the KV pool: float32, bfloat16 or float16.
     block_size: tokens in a block of KV memory.
-    num_blocks: blocks in the pool, the null block included; otherwise as many as fit into
-        gpu_memory_utilization of the device (of a fixed budget on a CPU).
+    num_blocks: blocks in the pool, the null block included; otherwise as many as fit.
+    gpu_memory_utilization: share, for weights, one step and the pool, of the memory that JAX may use on a GPU
+        (75 % of it unless XLA_CLIENT_MEM_FRACTION says otherwise). On a CPU the pool takes up to 1 GiB.
     max_num_batched_tokens: the token budget of a step (Dynamic SplitFuse).
     max_num_seqs: sequences in a step at most; never more than max_num_batched_tokens.
     max_model_len: longest prompt + output; at most the model's own.
@@ -228,7 +236,8 @@ class EngineConfig:
     seed: of requests that bring none.
     overlap: dispatch step n+1 before step n's tokens reach the host. The tokens are the same either way.
     warm_up: compile every program at construction; otherwise each is compiled when first needed.
-    compile_cache: keep compiled programs on disk between runs.
+    compile_cache: keep compiled programs on disk between runs. This is a setting of JAX's for the whole
+        process; one that is already there is left alone.
     """
 
     dtype: str | None = None
@@ -257,7 +266,7 @@ class EngineConfig:
         _number("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20, whole=True)
         _number("max_num_seqs", self.max_num_seqs, 1, 2**16, whole=True, none=True)
         _number("max_model_len", self.max_model_len, 1, math.inf, whole=True, none=True)
-        _number("seed", self.seed, 0, 2**63 - 1, whole=True)
+        _number("seed", self.seed, 0, 2**31 - 1, whole=True)
         if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs={self.max_num_seqs} is more than max_num_batched_tokens={self.max_num_batched_tokens}: "
@@ -270,10 +279,10 @@ class EngineStats:
     """An engine's state and its totals since it was made.
 
     running, waiting: sequences. blocks, free_blocks: of the KV pool, the null block left out.
-    steps, tokens, padding: steps run, tokens they computed, and rows they were padded by to their buckets.
+    steps, tokens, padding: steps run, tokens they computed, and tokens they were padded by to their buckets.
     generated_tokens: tokens that became part of a response. preemptions: times a sequence gave up its blocks.
     dead_rows: rows computed for sequences that had already ended (overlapped loop).
-    compiled, compiled_after_warm_up: programs; the second should be 0.
+    compiled: programs built. compiled_after_warm_up: those of them built after construction; 0 with warm_up.
     """
 
     running: int

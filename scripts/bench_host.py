@@ -23,7 +23,7 @@ def step_times(num_running: int, num_waiting: int, budget: int, num_steps: int, 
     pool = BlockPool(num_running * 12, BLOCK_SIZE)
     scheduler = Scheduler(pool, max_num_batched_tokens=budget, max_num_seqs=num_running, max_model_len=MAX_MODEL_LEN)
     layout = Layout(num_running, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE)
-    packer = Packer(layout, bucket_ladder(budget), lambda seq: Settings(len(seq.prompt_token_ids)).to_row())
+    packer = Packer(layout, bucket_ladder(budget))
     ids = iter(range(1 << 30))
 
     def fill() -> None:
@@ -37,7 +37,7 @@ def step_times(num_running: int, num_waiting: int, budget: int, num_steps: int, 
         fill()
         start = time.perf_counter()
         plan = scheduler.schedule()
-        packer.pack(plan)
+        packer.pack(plan, lambda seq: Settings(len(seq.prompt_token_ids)))
         finished, before = (before, plan) if overlap else (plan, None)
         if finished is not None:
             scheduler.update(finished, [0] * len(finished.rows))

@@ -96,7 +96,7 @@ def load_model(folder: Path) -> tuple[Any, dict[str, Any]]:
     config = family.from_hf(found.hf_config)
     model = family.Model(config, kernels.get_backend("xla"))
     shapes = jax.eval_shape(partial(models.init_params, model), jax.random.key(0))
-    tied = getattr(config, "tie_word_embeddings", True)
+    tied = config.tie_word_embeddings
     params = checkpoint.load_params(
         found.open(), shapes, dtype="float32", fused=config.fused, tied=tied, progress=False
     )

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from fastgen_jax.batch import SettingsOf
 from fastgen_jax.engine import Engine
 from fastgen_jax.scheduler import Row, Sequence, StepPlan
 from fastgen_jax.types import Response
@@ -80,6 +81,7 @@ class ScriptedStep:
     """A dispatched step, as `runner.Pending`."""
 
     plan: StepPlan
+    num_padding: int
     sampled: list[int]
     error: BaseException | None
 
@@ -108,16 +110,18 @@ class ScriptedRunner:
         self.script = script
         self.broken: dict[str, BaseException] = {}
         self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=NUM_TOKENS))
-        self.packer = SimpleNamespace(bucket=lambda num_tokens: num_tokens)
+        self.is_broken = False
         self.programs = SimpleNamespace(num_compiled=0)
 
-    def dispatch(self, plan: StepPlan, *, report: bool, wants_prompt: Callable[[Row], bool]) -> ScriptedStep:
+    def dispatch(
+        self, plan: StepPlan, settings_of: SettingsOf, *, report: bool, wants_prompt: Callable[[Row], bool]
+    ) -> ScriptedStep:
         if "dispatch" in self.broken:
             raise self.broken["dispatch"]
         sampled = [
             self.script(row.seq, row.seq.num_output_tokens - 1) if row.samples else self.NOISE for row in plan.rows
         ]
-        return ScriptedStep(plan, sampled, self.broken.get("fetch"))
+        return ScriptedStep(plan, 0, sampled, self.broken.get("fetch"))
 
 
 def scripted_engine(answers: Answers, tokenizer: Any = TOKENIZER, **config: Any) -> Engine:

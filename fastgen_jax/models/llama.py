@@ -44,6 +44,11 @@ class Config:
         return self.rope.max_positions(self.max_position_embeddings)
 
     @property
+    def embed_dim(self) -> int:
+        """Width of the hidden states that `logits` takes."""
+        return self.hidden_size
+
+    @property
     def fused(self) -> dict[str, dict[str, int]]:
         """Module -> the checkpoint's modules it is made of, with their output widths."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -36,6 +36,10 @@ class Config:
     hidden_act: str = "relu"
 
     @property
+    def tie_word_embeddings(self) -> bool:
+        return True
+
+    @property
     def num_kv_heads(self) -> int:
         return self.num_heads
 

@@ -211,7 +211,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 @pytest.mark.slow
 def test_nothing_compiles_after_warm_up_over_500_random_requests():
     rng = random.Random(0)
-    engine = tiny_engine(TOKENIZER, warm_up=True, max_num_batched_tokens=32, max_num_seqs=16, num_blocks=40)
+    engine = tiny_engine(TOKENIZER, warm_up=True, max_num_batched_tokens=32, max_num_seqs=16, num_blocks=20)
     left = [(prompt, random_params(rng)) for prompt in prompts(500, longest=80)]
     num_wanted, num_found = sum(params.n for _, params in left), 0
     with forbid_compile():

@@ -5,13 +5,15 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import fastgen_jax
 from fastgen_jax import cli_generate
 from fastgen_jax.cli_flags import HelpFormatter
 
-OK, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 2, 128 + 2, 128 + 13
+OK, FAILED, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 128 + 2, 128 + 13
+MAX_LINE = 1000
 """Exit statuses; the last two are what a shell reports of a program that SIGINT or SIGPIPE ended."""
 
 EXAMPLES = """\
@@ -49,7 +51,8 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `fastgen` with `argv` (None is the process's own arguments) and return the exit status.
 
-    0; 2 after one line on stderr about a mistake of the user's; 130 after Ctrl-C; 141 when the reader of
+    0; 2 after one line on stderr about a mistake of the user's; 1 after one about what the machine could not
+    do (memory, disk, device); 130 after Ctrl-C; 141 when the reader of
     stdout has gone. What is not the user's mistake is a traceback.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -67,8 +70,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         if not _is_ours(error):
             raise
-        print("fastgen: error:", " ".join(str(error).split()), file=sys.stderr)
-        return USAGE_ERROR
+        return _complain(error, USAGE_ERROR)
+    except (OSError, MemoryError, RecursionError) as error:
+        return _complain(error, FAILED)
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("jax"):
+            raise
+        return _complain(error, FAILED)
+
+
+def _complain(error: BaseException, status: int) -> int:
+    """One line on stderr, and no more on a stdout that may be what failed."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    print("fastgen: error:", text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}...", file=sys.stderr)
+    if isinstance(error, OSError):
+        _drop_stdout()
+    return status
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -89,4 +106,5 @@ def _is_ours(error: BaseException) -> bool:
 
 def _drop_stdout() -> None:
     """Lead what stdout still buffers nowhere, for the interpreter flushes it once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError, ValueError, AttributeError):  # there may be none, or none with a number
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,7 @@
 """What an engine chooses when it is told nothing: dtype, sizes, sampling, where compiled programs are kept."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,40 @@ def enable_compile_cache() -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+NOT_SUPPORTED = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "typical_p": 1.0,
+}
+"""Fields of generation_config.json that change what is generated and have no counterpart -> the value that is off."""
+
+
 def sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """SamplingParams fields from a generation_config.json."""
+    """SamplingParams fields from a generation_config.json; a warning names what it asks for and we cannot do.
+
+    Only what the file says counts, not the defaults that transformers has for the rest (such as top_k 50).
+    """
     given = {name: value for name, value in generation_config.items() if value is not None}
+    ignored = {name: given[name] for name, off in NOT_SUPPORTED.items() if name in given and given[name] != off}
+    if ignored:
+        shown = ", ".join(f"{name}={value!r:.40}" for name, value in ignored.items())
+        warnings.warn(f"generation_config.json asks for {shown}, which is not supported and left out", stacklevel=2)
     fields = {name: given[name] for name in ("repetition_penalty",) if name in given}
-    if "max_new_tokens" in given:
-        fields["max_tokens"] = given["max_new_tokens"]
+    for theirs, ours in (("max_new_tokens", "max_tokens"), ("min_new_tokens", "min_tokens")):
+        if theirs in given:
+            fields[ours] = given[theirs]
     if given.get("do_sample"):
         fields |= {"temperature": 1.0} | {name: given[name] for name in SAMPLING_FIELDS if name in given}
     return fields

@@ -1,11 +1,13 @@
 """`Engine`: turns requests into sequences, runs the loop over their steps, and turns them into responses."""
 
+import functools
 import itertools
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, cast
+from typing import Any, Concatenate, cast
 
 import numpy as np
 
@@ -20,6 +22,17 @@ from fastgen_jax.scheduler import BlockPool, Row, Scheduler, Sequence, StepPlan
 from fastgen_jax.types import DEFAULT_MODEL, EngineConfig, EngineStats, Response, SamplingParams
 
 
+def _one_at_a_time[**P, R](method: Callable[Concatenate["Engine", P], R]) -> Callable[Concatenate["Engine", P], R]:
+    """Have other threads wait until the method returns."""
+
+    @functools.wraps(method)
+    def locked(engine: "Engine", *args: P.args, **kwargs: P.kwargs) -> R:
+        with engine._lock:
+            return method(engine, *args, **kwargs)
+
+    return locked
+
+
 class Engine:
     """Generates text with one model, continuously batched.
 
@@ -27,7 +40,9 @@ class Engine:
         for response in engine.generate(["The capital of France is", "2 + 2 ="], SamplingParams(max_tokens=8)):
             print(response.text)
 
-    `add`, `step` and `abort` drive the loop by hand; requests may come between any two steps.
+    `add`, `step` and `abort` drive the loop by hand; requests may come between any two steps. Methods may be
+    called from several threads and wait for each other, step by step; `step` hands out whatever has finished,
+    so let one thread call it, or use `generate`, `stream` or `AsyncEngine`.
     """
 
     def __init__(
@@ -92,6 +107,9 @@ class Engine:
         self._intake = Intake(
             tokenizer, model.config.vocab_size, self.eos_token_ids, self.max_model_len, self.config.seed
         )
+        self._lock = threading.RLock()
+        self._is_stepping = False
+        self._to_abort: list[int] = []
         self._samples: dict[int, Sample] = {}
         self._requests: dict[int, list[Sample]] = {}
         self._done: list[Response] = []
@@ -122,6 +140,7 @@ class Engine:
 
     # Requests
 
+    @_one_at_a_time
     def add(
         self,
         prompt: Prompt,
@@ -142,6 +161,7 @@ class Engine:
         self._check(token_ids, params, priority=priority, streamed=on_piece is not None)
         return self._add(prompt, token_ids, params, priority, on_piece)
 
+    @_one_at_a_time
     def step(self) -> list[Response]:
         """Run one step and return the responses that have finished, those of aborted requests included.
 
@@ -152,6 +172,7 @@ class Engine:
         responses, self._done = self._done, []
         return responses
 
+    @_one_at_a_time
     def abort(self, request_id: int) -> bool:
         """End a request; its responses, with what text there is, come from the next `step`.
 
@@ -184,6 +205,7 @@ class Engine:
             compiled_after_warm_up=self._runner.programs.num_compiled - self._compiled_at_start,
         )
 
+    @_one_at_a_time
     def update_params(self, params: Params) -> None:
         """Swap the weights in place, between two steps; nothing is compiled.
 
@@ -218,9 +240,10 @@ class Engine:
         each = list(params) if isinstance(params, Seq) else [params] * len(every)
         if len(each) != len(every):
             raise ValueError(f"{len(each)} params for {len(every)} prompts; give one, or one for each")
-        encoded = [self._intake.encode(prompt) for prompt in every]
-        for token_ids, wanted in zip(encoded, each, strict=True):
-            self._check(token_ids, wanted)
+        with self._lock:
+            encoded = [self._intake.encode(prompt) for prompt in every]
+            for token_ids, wanted in zip(encoded, each, strict=True):
+                self._check(token_ids, wanted)
         mine: set[int] = set()
         responses: list[Response] = []
         with progress.bar("generating", sum(p.n for p in each), show_progress, "samples") as advance:
@@ -282,29 +305,38 @@ class Engine:
 
     # FastGen's low-level seam
 
+    @_one_at_a_time
     def put(self, ids: Seq[Hashable], tokens: Seq[Seq[int]]) -> np.ndarray:
         """Append `tokens[i]` to the sequence called `ids[i]`, new ids beginning new sequences, in one step.
 
         Returns float32 logits [len(ids), V] after each one's last token. The sequences keep their KV blocks
         until `flush`; until then the engine takes no requests. For parity checks and research.
         """
-        if self._scheduler.has_work or self._pending is not None:
+        if not self._scheduler.has_work and self._pending is not None:  # dead rows of an aborted request
+            self._advance()
+        if self._scheduler.has_work:
             raise ValueError("put needs an idle engine, and requests are unfinished; step until has_work is False")
         return self._low_level.put(ids, tokens)
 
+    @_one_at_a_time
     def flush(self, ids: Seq[Hashable]) -> None:
         """Forget sequences made by `put` and free their blocks."""
         self._low_level.flush(ids)
 
     # The loop
 
+    @_one_at_a_time
     def _advance(self) -> None:
         """Run one step: the responses it finished are in `_done`, and its pieces have been handed out."""
         try:
-            if self.config.overlap:
-                self._step_overlapped()
-            else:
-                self._step_plain()
+            self._is_stepping = True
+            try:
+                if self.config.overlap:
+                    self._step_overlapped()
+                else:
+                    self._step_plain()
+            finally:
+                self._is_stepping = False
         except BaseException:
             self._pending = None  # rows may count as computed that never were: no request can go on
             for request_id in list(self._requests):
@@ -312,6 +344,10 @@ class Engine:
             if self._runner.is_broken:
                 self._runner.reset()
             raise
+        while self._to_abort:
+            request_id = self._to_abort.pop()
+            self._abort(request_id)
+            self._take({request_id})
         self._deliver()
 
     def _deliver(self) -> None:
@@ -326,14 +362,19 @@ class Engine:
                 self._abort(sample.request_id)
                 raise
 
+    @_one_at_a_time
     def _abort(self, request_id: int) -> bool:
         samples = list(self._requests.get(request_id, ()))
+        if self._is_stepping:  # the garbage collector has found a stream that nobody reads any more
+            self._to_abort.append(request_id)
+            return bool(samples)
         for sample in samples:
             self._scheduler.finish(sample.seq, "abort")
             self._close(sample)
             self._queue_piece(sample)
         return bool(samples)
 
+    @_one_at_a_time
     def _take(self, request_ids: Collection[int]) -> list[Response]:
         """Remove the responses of these requests from `_done`, and return them."""
         taken = [response for response in self._done if response.request_id in request_ids]
@@ -423,6 +464,7 @@ class Engine:
             raise ValueError("sequences made by put hold the pool; flush them before adding requests")
         self._scheduler.check_can_run(self._intake.sequence(-1, token_ids, params, 0))
 
+    @_one_at_a_time
     def _add(
         self,
         prompt: Prompt,

@@ -40,6 +40,8 @@ class Intake:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this engine has no tokenizer; give prompts as lists of token ids")
+            if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
+                raise ValueError(f"the prompt {prompt!r:.60} has half a surrogate pair, which is no character")
             return list(self.tokenizer(prompt)["input_ids"])
         if not is_token_ids(prompt):
             raise TypeError(f"a prompt is a string or a list of token ids, not {prompt!r:.60}")
@@ -47,6 +49,12 @@ class Intake:
 
     def chat_prompt(self, messages: Messages) -> list[int]:
         """The token ids that the tokenizer's chat template makes of a conversation."""
+        if not isinstance(messages, Seq) or isinstance(messages, str | bytes) or not messages:
+            raise TypeError(f"a conversation is a list of messages, not {messages!r:.60}")
+        for message in messages:
+            known = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+            if not known:
+                raise TypeError(f'a message is {{"role": text, "content": text}}, not {message!r:.60}')
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("this model's tokenizer has no chat template; use generate with a plain prompt")
         try:
@@ -69,6 +77,8 @@ class Intake:
             for token_id in ids:
                 if not 0 <= token_id < self.vocab_size:
                     raise ValueError(f"{name} has the token id {token_id}; this model's are 0 to {self.vocab_size - 1}")
+        if params.min_tokens >= self.max_model_len:
+            raise ValueError(f"min_tokens={params.min_tokens} does not fit into max_model_len={self.max_model_len}")
         if self.tokenizer is None and params.stop:
             raise ValueError("stop strings need a tokenizer, which this engine does not have; use stop_token_ids")
         if self.tokenizer is None and streamed:
@@ -169,11 +179,12 @@ def is_token_ids(prompt: Any) -> bool:
         isinstance(prompt, Seq | np.ndarray)
         and not isinstance(prompt, str | bytes)
         and len(prompt) > 0
-        and all(isinstance(i, int | np.integer) for i in prompt)
+        and all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in prompt)
     )
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
-    alone = not isinstance(prompts, Iterable) or isinstance(prompts, str) or is_token_ids(prompts)
+    one = not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes | Mapping)
+    alone = one or is_token_ids(prompts)
     return cast(list[Prompt], [prompts] if alone else list(prompts))

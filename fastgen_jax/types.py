@@ -14,6 +14,7 @@ DEFAULT_MODEL = "smollm2-135m"
 MAX_LOGPROBS = 20
 _MORE_THAN_0 = 1e-6
 MAX_LOGIT_BIAS = 512
+MAX_STOP_LENGTH = 1024
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -43,8 +44,8 @@ class SamplingParams:
     repetition_penalty: over prompt and generated tokens; 1.0 is off.
     logit_bias: token id -> added to its logit, at most 512 entries.
     allowed_token_ids: the only tokens that may be generated; None is all.
-    stop: strings that end the text where they first appear; they are cut off unless
-        include_stop_str_in_output.
+    stop: strings, of 1024 characters at most, that end the text where they first appear; they are cut off
+        unless include_stop_str_in_output.
     stop_token_ids: tokens that end the text, beside the model's EOS; their text is cut off likewise.
     ignore_eos: go on after EOS (stop and stop_token_ids still count).
     skip_special_tokens: leave special tokens out of the text.
@@ -118,7 +119,7 @@ def _number(name: str, value: Any, low: float, high: float, *, whole: bool = Fal
     want += " or None" if none else ""
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be {want}")
-    if not low <= value <= high or math.isinf(value):
+    if not low <= value <= high or value == math.inf:
         raise ValueError(f"{name}={value!r} is out of range; it must be {want}")
 
 
@@ -149,6 +150,8 @@ def _check_sampling(p: SamplingParams) -> None:
             raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be True or False")
     if not isinstance(p.stop, tuple) or not all(isinstance(s, str) and s for s in p.stop):
         raise ValueError(f"stop={p.stop!r}; it must be one string or a list of strings, none of them empty")
+    if any(len(s) > MAX_STOP_LENGTH for s in p.stop):
+        raise ValueError(f"a stop string has {max(map(len, p.stop))} characters; it may have {MAX_STOP_LENGTH} at most")
     for name in ("stop_token_ids", "allowed_token_ids"):
         ids = getattr(p, name)
         if ids is not None and not isinstance(ids, tuple):
@@ -193,7 +196,7 @@ class Response:
         "abort" (aborted; text and token_ids are what there was).
     token_ids: every generated token, the one that stopped it included.
     logprobs: one entry for each of token_ids, or None where SamplingParams.logprobs was None.
-    prompt_logprobs: one entry for each prompt token, the first None.
+    prompt_logprobs: one entry for each prompt token, the first None; fewer where the request was aborted before.
     index: which of SamplingParams.n samples this is.
     """
 
@@ -267,6 +270,9 @@ class EngineConfig:
         _number("max_num_seqs", self.max_num_seqs, 1, 2**16, whole=True, none=True)
         _number("max_model_len", self.max_model_len, 1, math.inf, whole=True, none=True)
         _number("seed", self.seed, 0, 2**31 - 1, whole=True)
+        for name in ("overlap", "warm_up", "compile_cache"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be True or False")
         if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs={self.max_num_seqs} is more than max_num_batched_tokens={self.max_num_batched_tokens}: "

@@ -433,11 +433,16 @@ def test_a_checkpoint_saved_from_the_base_model_has_no_prefix():
     np.testing.assert_array_equal(load(t)["model"]["norm"]["scale"], t["norm.weight"])
 
 
-def test_a_tied_model_leaves_the_stored_head_unread():
+def test_a_tied_model_has_no_use_for_a_stored_copy_of_its_embedding():
     t = hf_tensors()
-    source = Memory(t)
-    load_params(source, abstract_params(tied=True), dtype="float32", fused=FUSED, tied=True)
-    assert source.bytes_read == sum(x.nbytes for x in t.values()) - t["lm_head.weight"].nbytes
+    t["lm_head.weight"] = t["model.embed_tokens.weight"].copy()
+    params = load_params(Memory(t), abstract_params(tied=True), dtype="float32", fused=FUSED, tied=True)
+    assert "lm_head" not in params
+
+
+def test_a_stored_head_that_contradicts_the_tie_is_refused():
+    with pytest.raises(ValueError, match=r"ties the output weights .* 'lm_head.weight' is not 'model.embed_tokens"):
+        load_params(Memory(hf_tensors()), abstract_params(tied=True), dtype="float32", fused=FUSED, tied=True)
 
 
 def test_stored_rotary_frequencies_are_ignored():

@@ -75,3 +75,14 @@ def test_the_compile_cache_is_in_the_users_cache_folder(monkeypatch):
     assert defaults.cache_dir() == Path("/somewhere/fastgen_jax")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert defaults.cache_dir() == Path.home() / ".cache" / "fastgen_jax"
+
+
+def test_what_is_asked_for_and_not_supported_is_warned_of():
+    with pytest.warns(UserWarning, match=r"asks for no_repeat_ngram_size=2, suppress_tokens=\[98\], which is not"):
+        fields = defaults.sampling({"suppress_tokens": [98], "no_repeat_ngram_size": 2, "min_new_tokens": 3})
+    assert fields == {"min_tokens": 3}
+
+
+def test_what_is_switched_off_is_not_warned_of(recwarn):
+    defaults.sampling({"num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None})
+    assert not recwarn.list

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -286,6 +287,10 @@ def test_logprobs_are_those_of_the_logits(overlap):
         ([3], {"logit_bias": {999: 1.0}}, "logit_bias has the token id 999"),
         ([3], {"allowed_token_ids": [999]}, "allowed_token_ids has the token id 999"),
         ([3], {"stop": ["x"]}, "stop strings need a tokenizer"),
+        ([3], {"max_tokens": None, "min_tokens": 2**32}, "min_tokens=4294967296 does not fit into max_model_len"),
+        ([True], {}, "a prompt is a string or a list of token ids"),
+        (b"abc", {}, "a prompt is a string or a list of token ids"),
+        ({"prompt": "hi"}, {}, "a prompt is a string or a list of token ids"),
         ("text", {}, "no tokenizer"),
     ],
 )
@@ -451,3 +456,22 @@ def test_a_request_keeps_the_biases_it_was_given():
     params = SamplingParams(logit_bias=bias)
     bias[VOCAB_SIZE * 2] = 1.0
     assert params.logit_bias == {5: 1.0}
+
+
+def test_generate_from_several_threads(expected):
+    engine = tiny_engine(num_blocks=20)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: engine.generate(PROMPTS, GREEDY), range(12)))
+    assert all([list(r.token_ids) for r in responses] == expected for responses in results)
+    assert engine.stats().free_blocks == engine.stats().blocks
+
+
+@pytest.mark.parametrize(
+    "messages", ["hi", None, {"role": "user", "content": "hi"}, [], [{"role": "user"}], [[5]], [5]]
+)
+def test_what_is_no_conversation_is_one_sentence(messages):
+    class Tokenizer:
+        chat_template = "{{ messages }}"
+
+    with pytest.raises(TypeError, match=r"a conversation is a list of messages|a message is"):
+        tiny_engine(Tokenizer()).chat_prompt(messages)

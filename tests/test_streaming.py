@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import NUM_TOKENS, SPECIAL, WORDS, assert_idle, run, scripted_engine, tokens
-from tiny import EOS
+from scripted import NUM_TOKENS, SPECIAL, TOKENIZER, WORDS, assert_idle, run, scripted_engine, tokens
+from tiny import EOS, tiny_engine
 
 from fastgen_jax import SamplingParams
 
@@ -235,3 +235,30 @@ def test_what_cannot_be_streamed_is_refused():
     with pytest.raises(ValueError, match="no tokenizer, so there is no text to stream"):
         next(silent.stream([5]))
     assert not engine.has_work and not silent.has_work
+
+
+def test_a_stream_dropped_in_the_middle_of_a_step_is_aborted_after_it(monkeypatch):
+    """As when the garbage collector finds it there."""
+    engine = scripted_engine(tokens("a long answer") * 10)
+    stream = engine.stream("one", SamplingParams(max_tokens=50))
+    assert next(stream)
+    other = engine.add("two", SamplingParams(max_tokens=20))
+    schedule = vars(engine)["_scheduler"].schedule
+
+    def schedule_then_collect():
+        plan = schedule()
+        stream.close()
+        return plan
+
+    monkeypatch.setattr(vars(engine)["_scheduler"], "schedule", schedule_then_collect)
+    found = run(engine)
+    assert list(found) == [other]
+    assert_idle(engine)
+
+
+def test_put_takes_in_what_an_abandoned_stream_left_behind():
+    engine = tiny_engine(TOKENIZER)
+    stream = engine.stream("one", SamplingParams(max_tokens=50))
+    next(stream)
+    stream.close()
+    assert engine.put([1], [[1]]).shape[0] == 1

@@ -45,7 +45,7 @@ def load_params(
         an "embedding" or a "scale" is a weight as it is, a "bias" a bias. All tensors may lack "model.".
     fused: module name -> its parts in the checkpoint and how many outputs each has, in order, for a module
         that does the work of several: {"qkv_proj": {"q_proj": 576, "k_proj": 192, "v_proj": 192}}.
-    tied: the model has no lm_head of its own; one in the checkpoint is left unread.
+    tied: the model has no lm_head of its own; one in the checkpoint has to be a copy of the embedding.
     progress: whether to show a bar on stderr; None is: if that is a terminal.
 
     Raises ValueError naming the tensor when one is missing, left over or misshapen, before anything is read
@@ -56,6 +56,8 @@ def load_params(
     stored = _stored_names(source.names())
     _check_names(plan, stored, tied)
     _check_shapes(plan, leaves, stored, source)
+    if tied:
+        _check_tie(stored, source)
     params = {}
     with bar("loading weights", len(leaves), progress, unit="arrays") as advance:
         for path, leaf in leaves.items():
@@ -97,13 +99,13 @@ def _stored_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _check_names(plan: Mapping[Path, list[_Part]], stored: Mapping[str, str], tied: bool) -> None:
-    wanted = [part.tensor for parts in plan.values() for part in parts]
+    wanted = {part.tensor: None for parts in plan.values() for part in parts}
     if missing := [name for name in wanted if name not in stored]:
         raise ValueError(f"the checkpoint lacks tensor {_first(missing)}, which the model needs")
     unused = [
         name
         for expected, name in stored.items()
-        if expected not in set(wanted) and not _HARMLESS.search(name) and not (tied and name == "lm_head.weight")
+        if expected not in wanted and not _HARMLESS.search(name) and not (tied and name == "lm_head.weight")
     ]
     if unused:
         raise ValueError(f"the checkpoint has tensor {_first(unused)}, for which the model has no use")
@@ -125,6 +127,20 @@ def _check_shapes(
             found = source.shape(stored[part.tensor])
             if found != expected:
                 raise ValueError(f"tensor {stored[part.tensor]!r} has shape {found}; the model expects {expected}")
+
+
+def _check_tie(stored: Mapping[str, str], source: TensorSource) -> None:
+    """Refuse a checkpoint that says its output weights are its embedding, and holds others."""
+    head = stored.get("lm_head.weight")
+    embedding = next((name for name in stored.values() if name.endswith("embed_tokens.weight")), None)
+    if head is None or embedding is None or head == embedding:
+        return
+    same_shape = source.shape(head) == source.shape(embedding)
+    if not same_shape or not np.array_equal(source.read(head), source.read(embedding)):
+        raise ValueError(
+            f"config.json ties the output weights to the embedding, but tensor {head!r} is not {embedding!r}; "
+            "if the model is not tied, set tie_word_embeddings to false"
+        )
 
 
 def _destination(path: Path, host: np.ndarray, part: _Part) -> np.ndarray:

@@ -59,7 +59,10 @@ class Checkpoint:
             raise ValueError(f"{self.path} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        try:
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        except Exception as error:  # a damaged file ends in whatever its parser raises
+            raise ValueError(f"the tokenizer in {self.path} cannot be read: {error}") from error
 
 
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Checkpoint:

@@ -5,7 +5,7 @@ Letters: S rows of a step, M longest sequence, V vocabulary, W = ceil(V / 32) wo
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,20 +67,6 @@ class SamplingRows:
     seed: jax.Array
     has_bias: jax.Array
     has_allowed: jax.Array
-
-    @classmethod
-    def padding(cls, num_rows: int) -> "SamplingRows":
-        """Greedy rows without any processor, as numpy arrays for the host to fill in."""
-        ints = ("slot", "num_tokens", "num_prompt_tokens", "top_k", "min_tokens")
-        zeros = ("temperature", "min_p", "presence_penalty", "frequency_penalty")
-        ones = ("top_p", "repetition_penalty")
-        flags = ("has_bias", "has_allowed")
-        arrays: dict[str, Any] = {name: np.zeros(num_rows, np.int32) for name in ints}
-        arrays |= {name: np.zeros(num_rows, np.float32) for name in zeros}
-        arrays |= {name: np.ones(num_rows, np.float32) for name in ones}
-        arrays |= {name: np.zeros(num_rows, np.bool_) for name in flags}
-        arrays["seed"] = np.zeros((num_rows, 2), np.uint32)
-        return cls(**arrays)
 
     @property
     def output_index(self) -> jax.Array:

@@ -47,9 +47,22 @@ class Request:
     output: Sequence[int] = ()
 
 
+def padding_rows(num_rows: int) -> SamplingRows:
+    """Greedy rows without any processor, as numpy arrays to fill in."""
+    ints = ("slot", "num_tokens", "num_prompt_tokens", "top_k", "min_tokens")
+    zeros = ("temperature", "min_p", "presence_penalty", "frequency_penalty")
+    ones = ("top_p", "repetition_penalty")
+    flags = ("has_bias", "has_allowed")
+    arrays = {name: np.zeros(num_rows, np.int32) for name in ints}
+    arrays |= {name: np.zeros(num_rows, np.float32) for name in zeros}
+    arrays |= {name: np.ones(num_rows, np.float32) for name in ones}
+    arrays |= {name: np.zeros(num_rows, np.bool_) for name in flags}
+    return SamplingRows(seed=np.zeros((num_rows, 2), np.uint32), **arrays)
+
+
 def pack(requests: Sequence[Request], vocab_size: int, num_rows: int) -> tuple[SamplingRows, SamplingState]:
     """The rows of a step, padding last, and the state; request i is in slot num_rows - 1 - i."""
-    rows = SamplingRows.padding(num_rows)
+    rows = padding_rows(num_rows)
     state = SamplingState.allocate(num_rows, MAX_MODEL_LEN, vocab_size)
     token_pool = np.full((num_rows, MAX_MODEL_LEN), 7, np.int32)  # 7 is what an earlier sequence left behind
     for i, request in enumerate(requests):
@@ -286,7 +299,7 @@ def exact_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarra
 def test_draws_follow_the_exact_distribution(params: SamplingParams) -> None:
     """20,000 draws of 200 seeds at 100 output indices each; the vocabulary spans three blocks."""
     logits = random_logits(1, 1, 300)[0]
-    rows = SamplingRows.padding(NUM_DRAWS)
+    rows = padding_rows(NUM_DRAWS)
     for name in FILTERS:
         getattr(rows, name)[:] = getattr(params, name)
     rows.seed[:, 1], rows.num_tokens[:] = np.divmod(np.arange(NUM_DRAWS), 100)
@@ -432,7 +445,7 @@ def test_padding_rows_ask_for_nothing() -> None:
     """Whatever the slot they name holds: here the bias, the mask and the tokens of a real request."""
     request = Request(PROCESSORS["all"], output=[9, 9])
     rows, state = pack([request] * NUM_ROWS, VOCAB_SIZE, NUM_ROWS)
-    for name, padding in asdict(SamplingRows.padding(2)).items():
+    for name, padding in asdict(padding_rows(2)).items():
         getattr(rows, name)[3:5] = padding
     logits = random_logits(0, NUM_ROWS, VOCAB_SIZE)
     result = np.asarray(jit_process_logits(logits, rows, state))

@@ -111,10 +111,7 @@ def test_share_of_identical_sequences_in_bfloat16_is_reported(prompts, capsys):
     exact, _ = generate(short, **SETTINGS["small"])
     rounded, _ = generate(short, dtype="bfloat16", **SETTINGS["small"])
     same = sum(a == b for a, b in zip(exact, rounded, strict=True))
-    first = [
-        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), NUM_TOKENS)
-        for a, b in zip(exact, rounded, strict=True)
-    ]
+    first = [common_prefix(a, b) for a, b in zip(exact, rounded, strict=True)]
     with capsys.disabled():
         print(f"\nbfloat16: {same} of {len(short)} sequences equal float32's; first differences at {first}")
     assert all(len(output) == NUM_TOKENS for output in rounded)

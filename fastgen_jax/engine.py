@@ -337,7 +337,7 @@ class Engine:
                     self._step_plain()
             finally:
                 self._is_stepping = False
-        except BaseException:
+        except BaseException:  # Ctrl-C too
             self._pending = None  # rows may count as computed that never were: no request can go on
             for request_id in list(self._requests):
                 self._abort(request_id)

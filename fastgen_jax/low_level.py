@@ -34,7 +34,8 @@ class LowLevel:
     def put(self, ids: Seq[Hashable], tokens: Seq[Seq[int]]) -> np.ndarray:
         """One step of `tokens[i]` appended to sequence `ids[i]` -> float32 logits [len(ids), V].
 
-        ValueError, with nothing changed, for what does not fit into one step, the pool or the context.
+        ValueError, with nothing changed, for what does not fit into one step, the pool or the context. If the
+        step itself fails, every sequence is forgotten: whether its K/V are in the pool is not known.
         """
         self._check(ids, tokens)
         rows = []
@@ -48,7 +49,13 @@ class LowLevel:
             seq.block_table += self._block_pool.allocate(missing) or []
             rows.append(Row(seq, seq.num_computed_tokens, len(new), False))
             seq.num_computed_tokens = seq.num_tokens
-        return self._runner.logits(StepPlan(rows))
+        try:
+            return self._runner.logits(StepPlan(rows))
+        except BaseException:
+            self.flush(list(self._sequences))
+            if self._runner.is_broken:
+                self._runner.reset()
+            raise
 
     def flush(self, ids: Seq[Hashable]) -> None:
         """Forget sequences and free their blocks; ValueError naming an id there is none of."""

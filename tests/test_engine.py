@@ -395,10 +395,8 @@ def test_a_priority_that_is_no_whole_number_changes_nothing(priority):
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("name", ["backbone", "sample"])
-def test_an_interrupt_after_a_call_that_took_the_pools(expected, monkeypatch, name):
-    """Ctrl-C may strike between the call of a program that was given the pools and the assignment of its result."""
-    engine = tiny_engine()
+def interrupt_after(monkeypatch, engine, name: str) -> None:
+    """Ctrl-C strikes between the call of a program, which was given the pools, and the assignment of its result."""
     programs = engine._runner.programs
     get = programs.get
 
@@ -410,6 +408,23 @@ def test_an_interrupt_after_a_call_that_took_the_pools(expected, monkeypatch, na
         return call if wanted == name else get(wanted, bucket)
 
     monkeypatch.setattr(programs, "get", interrupted)
+
+
+def test_an_interrupted_put_forgets_its_sequences(expected, monkeypatch):
+    engine = tiny_engine()
+    engine.put([1, 2], [[5, 6], [7]])
+    interrupt_after(monkeypatch, engine, "backbone")
+    with pytest.raises(KeyboardInterrupt):
+        engine.put([1], [[8]])
+    monkeypatch.undo()
+    assert engine.stats().free_blocks == engine.stats().blocks
+    assert [list(r.token_ids) for r in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("name", ["backbone", "sample"])
+def test_an_interrupted_step_leaves_a_usable_engine(expected, monkeypatch, name):
+    engine = tiny_engine()
+    interrupt_after(monkeypatch, engine, name)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, GREEDY)
     monkeypatch.undo()

@@ -414,8 +414,18 @@ def test_a_silent_stdin_is_waited_for_aloud():
 # Endings
 
 
+def hear_ctrl_c() -> None:
+    """For `preexec_fn`: tests started in the background of a shell are deaf to it, and hand that down."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_keeps_the_text_and_ends_the_line():
-    process = subprocess.Popen([*FAKE, "generate", "word " * 100], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*FAKE, "generate", "word " * 100],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=hear_ctrl_c,
+    )
     first = os.read(process.stdout.fileno(), 5)
     process.send_signal(signal.SIGINT)
     rest, err = process.communicate(timeout=30)
@@ -528,7 +538,8 @@ def terminal():
         ours, theirs = pty.openpty()
         env = {**os.environ, "TERM": "xterm"}
         ends = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-        started.append((subprocess.Popen([*FAKE, *args], **ends, env=env, start_new_session=True), ours))
+        process = subprocess.Popen([*FAKE, *args], **ends, env=env, start_new_session=True, preexec_fn=hear_ctrl_c)
+        started.append((process, ours))
         os.close(theirs)
         return started[-1]
 

@@ -1,19 +1,19 @@
-"""Dynamic SplitKV: into how many splits of its keys each decode row is cut, decided anew for every step.
+"""Dynamic SplitKV: into how many splits of its keys each decode row is cut, decided anew as the rows change.
 
-A work item is one split of one row for one KV head, and costs the tokens it reads. Cutting long rows into
-several items lets every SM of a GPU read, where whole rows would keep a few of them busy for long.
+A work item is one split of one row, and a unit is a work item for one KV head. Cutting long rows into several
+items lets every SM of a GPU read, where whole rows would keep a few of them busy for long.
 """
 
-import heapq
 import re
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+from fastgen_jax.scheduler.split_search import best_chunk
+
 MAX_PROPORTIONAL_SPLITS = 16
-SLACK = 0.05  # of the slowest SM's tokens: what a plan of fewer splits may cost, as every split costs a combine
+STEPS_PER_SEARCH = 8  # in which a row grows by as many tokens, too few to change what chunk is best
 
 
 def plan_splits(
@@ -30,9 +30,9 @@ def plan_splits(
     kv_lens: tokens each row attends to. num_kv_heads: of one device. num_sms: of that device.
     min_split_tokens: no split of `split_bounds` is shorter; a row under twice that is left whole.
     policy: all keep `min_split_tokens`.
-        waves: the SMs' loads are evened out: of the plans tried, those within 5 % of the fewest tokens for the
-            slowest SM, and of these the one of fewest splits. Launched in the order of `work_list`, it is never
-            worse than no splits. There is no cap.
+        waves: the SMs' loads are evened out: of the plans tried, those within 5 % of the least time of the
+            slowest SM, and of these the one of fewest splits. Time is as in `split_search`, never more than
+            that of no splits. There is no cap.
         proportional: kv_len // min_split_tokens, at most 16, whatever else is in the batch.
         fixed(n): n splits a row, for instance "fixed(8)".
         none: no row is split.
@@ -40,25 +40,88 @@ def plan_splits(
     Raises TypeError for a number that is no int, ValueError for one out of range or an unknown policy.
     """
     _check_counts("kv_lens", kv_lens)
-    for name, value in [
-        ("num_kv_heads", num_kv_heads),
-        ("num_sms", num_sms),
-        ("min_split_tokens", min_split_tokens),
-        ("block_size", block_size),
-    ]:
-        _check_positive(name, value)
-    cap = _cap(policy)
-    whole_chunk = -(-min_split_tokens // block_size) * block_size
-    if not any(kv_lens):
-        return [0] * len(kv_lens)
-    if cap is None:
-        chunk = _best_chunk(kv_lens, num_kv_heads, num_sms, whole_chunk, block_size)
-        wanted = {n: -(-n // chunk) for n in set(kv_lens)}
-    else:
-        wanted = dict.fromkeys(kv_lens, cap)
-    splits = {n: want if want * whole_chunk <= n else n // whole_chunk or 1 for n, want in wanted.items()}
-    splits[0] = 0
-    return [splits[n] for n in kv_lens]
+    planner = SplitPlanner(num_kv_heads, num_sms, block_size, min_split_tokens=min_split_tokens, policy=policy)
+    return planner.plan(kv_lens)
+
+
+class SplitPlanner:
+    """`plan_splits` for one step after another: a search's result serves the steps that follow it.
+
+    max_extra: how many splits beyond one a row a launch has room for; None is no limit.
+    window: tokens that a row reads at most; None is all of them.
+    The other arguments, and what is raised: as in `plan_splits`.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        num_sms: int,
+        block_size: int,
+        *,
+        min_split_tokens: int = 512,
+        policy: str = "waves",
+        max_extra: int | None = None,
+        window: int | None = None,
+    ) -> None:
+        for name, value in [
+            ("num_kv_heads", num_kv_heads),
+            ("num_sms", num_sms),
+            ("min_split_tokens", min_split_tokens),
+            ("block_size", block_size),
+            ("window", 1 if window is None else window),
+        ]:
+            _check_positive(name, value)
+        _check_counts("max_extra", [max_extra or 0])
+        self._num_kv_heads, self._num_sms, self._block_size = num_kv_heads, num_sms, block_size
+        self._min_chunk = -(-min_split_tokens // block_size) * block_size
+        self._cap = _cap(policy)
+        self._max_extra = sys.maxsize if max_extra is None else max_extra
+        self._window = window
+        self._searches = policy == "waves"
+        self._chunk = self._min_chunk  # tokens of a split at most; only a search changes it
+        self._searched_rows = 0
+        self._steps_left = 0  # until the next search
+
+    def plan(self, kv_lens: Sequence[int]) -> list[int]:
+        """The number of splits of each decode row of a step; kv_lens: ints from 0, which is not checked.
+
+        Policy `waves` searches anew every 8th call, and when the number of rows has changed by more than 1/8
+        since; in between, rows are cut at the length found last. Where the launch has no room for all splits,
+        those of all rows are halved until it has.
+        """
+        if self._window is not None:
+            window = self._window
+            kv_lens = [n if n < window else window for n in kv_lens]
+        if self._searches and any(kv_lens):
+            self._search_if_due(kv_lens)
+        splits = self._cut(kv_lens)
+        while sum(splits) - len(splits) + splits.count(0) > self._max_extra:
+            splits = [(n + 1) // 2 for n in splits]
+        return splits
+
+    def _search_if_due(self, kv_lens: Sequence[int]) -> None:
+        if self._steps_left == 0 or abs(len(kv_lens) - self._searched_rows) * 8 > self._searched_rows:
+            self._chunk = best_chunk(
+                kv_lens,
+                self._num_kv_heads,
+                self._num_sms,
+                block_size=self._block_size,
+                min_chunk=self._min_chunk,
+                max_extra=self._max_extra,
+            )
+            self._searched_rows = len(kv_lens)
+            self._steps_left = STEPS_PER_SEARCH
+        self._steps_left -= 1
+
+    def _cut(self, kv_lens: Sequence[int]) -> list[int]:
+        chunk, min_chunk, cap = self._chunk, self._min_chunk, self._cap
+        splits = []
+        for n in kv_lens:
+            num = -(-n // chunk)
+            if num > 1 and num > (most := n // min_chunk or 1):
+                num = most
+            splits.append(num if num < cap else cap)
+        return splits
 
 
 def split_bounds(kv_len: int, num_splits: int, block_size: int) -> list[tuple[int, int]]:
@@ -84,9 +147,7 @@ class WorkItem(NamedTuple):
 
 
 def work_list(kv_lens: Sequence[int], splits: Sequence[int], block_size: int) -> list[WorkItem]:
-    """Every split of every row, the rows of the longest splits first, as counted in blocks.
-
-    Short items launched last even out the SMs' loads. A row's splits follow one another.
+    """Every split of every row, those of the most tokens first; of as many, by row and start.
 
     Raises ValueError if a row has fewer blocks than splits, or tokens and no split.
     """
@@ -95,16 +156,16 @@ def work_list(kv_lens: Sequence[int], splits: Sequence[int], block_size: int) ->
     _check_positive("block_size", block_size)
     if len(splits) != len(kv_lens):
         raise ValueError(f"splits has {len(splits)} entries for {len(kv_lens)} rows; it must have one for each")
-
-    def longest_split(row: int) -> int:
-        return -(kv_lens[row] // -block_size // (splits[row] or 1))
-
-    rows = sorted(range(len(kv_lens)), key=longest_split, reverse=True)
-    return [WorkItem(row, *bounds) for row in rows for bounds in _bounds(kv_lens[row], splits[row], block_size)]
+    items = [
+        WorkItem(row, start, stop)
+        for row, (kv_len, num_splits) in enumerate(zip(kv_lens, splits, strict=True))
+        for start, stop in _bounds(kv_len, num_splits, block_size)
+    ]
+    return sorted(items, key=lambda item: item.start - item.stop)
 
 
 class Simulation(NamedTuple):
-    """What a launch costs. waves: items per SM, rounded up. bytes_per_sm: what each SM reads, in any order."""
+    """What a launch costs. waves: units of an SM at most. bytes_per_sm: what each SM reads."""
 
     waves: int
     bytes_per_sm: list[int]
@@ -116,16 +177,21 @@ class Simulation(NamedTuple):
 
 
 def simulate(item_bytes: Sequence[int], num_sms: int) -> Simulation:
-    """Launch items of so many bytes as a GPU does: in order, each on the SM that is free first, one at a time.
+    """Hand out units of so many bytes as the kernel does: back and forth over the SMs, in the order given.
 
-    SMs read equally fast, so an SM's time is its bytes.
+    The first `num_sms` units go to SM 0, 1, .., the next ones to the last SM, the one before it, .., and so on:
+    fixed beforehand, whichever SM is free first. With the longest units first nobody gets the longer one of every
+    round. The kernel's order is that of `work_list`, the KV heads of an item following one another. SMs read
+    equally fast, so what the slowest SM reads is what a launch takes.
     """
     _check_counts("item_bytes", item_bytes)
     _check_positive("num_sms", num_sms)
     loads = [0] * num_sms
-    for size in item_bytes:
-        heapq.heapreplace(loads, loads[0] + size)
-    return Simulation(-(-len(item_bytes) // num_sms), loads)
+    waves = range(0, len(item_bytes), num_sms)
+    for wave, start in enumerate(waves):
+        for sm, size in enumerate(item_bytes[start : start + num_sms]):
+            loads[~sm if wave % 2 else sm] += size
+    return Simulation(len(waves), loads)
 
 
 def _bounds(kv_len: int, num_splits: int, block_size: int) -> list[tuple[int, int]]:
@@ -140,90 +206,10 @@ def _bounds(kv_len: int, num_splits: int, block_size: int) -> list[tuple[int, in
     return list(pairwise([*starts, kv_len]))
 
 
-def _best_chunk(kv_lens: Sequence[int], num_kv_heads: int, num_sms: int, min_chunk: int, block_size: int) -> int:
-    """The most tokens of a split, in whole blocks, of the plan that policy `waves` makes.
-
-    For a number of waves one chunk is worth a try, the shortest whose items fit into them. They are tried with
-    ever more waves, so ever more splits, until none can be better by SLACK. No splits are scored by the least
-    that any order of the items can make the slowest SM read, splits by the most that `work_list` can: where
-    splits win, they cannot lose to no splits.
-    """
-    even = sum(kv_lens) * num_kv_heads / num_sms
-    longest = -(-max(kv_lens) // block_size)
-    options = [(_least_unsplit(kv_lens, num_kv_heads, num_sms, even), longest)]
-    good_enough = (1 + SLACK) * even
-    if options[0][0] <= good_enough:
-        return longest * block_size
-    rows = Counter((-(-n // block_size), n // min_chunk or 1) for n in kv_lens if n)
-    shortest = min(min_chunk // block_size, longest)
-    rows_above = _rows_above(rows, longest)
-
-    def num_waves(chunk: int) -> int:
-        return -(-num_kv_heads * sum(rows_above[::chunk]) // num_sms)
-
-    waves, chunk = num_waves(longest), longest
-    while options[-1][0] > good_enough and chunk > shortest:
-        chunk = shortest + bisect_left(range(shortest, chunk), True, key=lambda c: num_waves(c) <= waves)
-        options.append((_most_split(rows, chunk, num_kv_heads, num_sms, even, block_size), chunk))
-        # The more kinds of rows there are, the more they even out, and the more a try costs: fewer tries.
-        waves = max(num_waves(max(chunk - 1, shortest)), waves + waves * len(rows) // 64)
-    best = min(options)[0]
-    limit = good_enough if best <= good_enough else (1 + SLACK) * best
-    return block_size * next(chunk for score, chunk in options if score <= limit)
-
-
-def _rows_above(rows: Mapping[tuple[int, int], int], longest: int) -> list[int]:
-    """At x: the rows of more than x blocks. So its sum at 0, c, 2 c, ... counts the chunks of c blocks."""
-    rows_of = [0] * longest
-    for (blocks, _), count in rows.items():
-        rows_of[blocks - 1] += count
-    return list(accumulate(reversed(rows_of)))[::-1]
-
-
-def _most_split(
-    rows: Mapping[tuple[int, int], int], chunk: int, num_kv_heads: int, num_sms: int, even: float, block_size: int
-) -> float:
-    """Tokens that the slowest SM reads at most, if rows are split into chunks and launched longest first.
-
-    rows: how many there are of so many blocks that allow so many splits. chunk: blocks of a split at most, where
-    the row allows as many. An item starts on the SM that is free first, so no later than when the SMs would have
-    read all the earlier items evenly, or as many longest ones as it has whole waves before it. This runs
-    several times a step over every kind of row, so it spells out min() and max().
-    """
-    sizes = []
-    for (blocks, limit), count in rows.items():
-        splits = -(-blocks // chunk)
-        if splits > limit:
-            splits = limit
-        sizes.append((-(-blocks // splits), splits * count, blocks * count))
-    sizes.sort(reverse=True)
-    longest, even_blocks = sizes[0][0], even / block_size
-    most = 0.0
-    items = blocks_read = 0
-    for size, num_splits, num_blocks in sizes:
-        items += num_splits * num_kv_heads
-        blocks_read += num_blocks * num_kv_heads
-        start = blocks_read / num_sms
-        if start > even_blocks:  # blocks that are not full
-            start = even_blocks
-        if start > (by_waves := (items - 1) // num_sms * longest):
-            start = by_waves
-        if start + size > most:
-            most = start + size
-    return most * block_size
-
-
-def _least_unsplit(kv_lens: Sequence[int], num_kv_heads: int, num_sms: int, even: float) -> float:
-    """Tokens that the slowest SM reads at least, if no row is split: of k SMs + 1 items, some SM gets k + 1."""
-    falling = sorted(kv_lens, reverse=True)
-    items = range(0, len(falling) * num_kv_heads, num_sms)
-    return max(even, *((k + 1) * falling[item // num_kv_heads] for k, item in enumerate(items)))
-
-
-def _cap(policy: str) -> int | None:
-    """The most splits of a row under `policy`; None if it depends on the batch."""
+def _cap(policy: str) -> int:
+    """The most splits of a row under `policy`, whatever its length and the rest of the batch."""
     if policy == "waves":
-        return None
+        return sys.maxsize
     if policy == "proportional":
         return MAX_PROPORTIONAL_SPLITS
     if policy == "none":

@@ -6,6 +6,7 @@ The host sends one int32 buffer a step. For a bucket of T tokens, with S = min(T
     cu_q_lens     [S + 1]   row s owns tokens cu_q_lens[s]:cu_q_lens[s + 1]; padding repeats the last value
     kv_lens       [S]       tokens of the sequence once this step's are written; 0 for padding rows
     slots         [S]       the sequence's row in the device's per-sequence arrays
+    num_splits    [S]       into how many splits a GPU kernel cuts the row's keys; 0 where nobody asks
     samples       [S]       1 where the row's sample is the sequence's next token
     settings      [S, F]    how it is sampled, float32 bits among the ints
     block_tables  [S, P]    its KV blocks; 0, the null block, beyond its end
@@ -30,6 +31,8 @@ MIN_BUCKET = 16
 """A step of fewer tokens saves next to nothing: it reads the same weights."""
 
 SettingsOf = Callable[[Sequence], "Settings"]
+SplitsOf = Callable[[list[int]], list[int]]
+"""From the tokens that each row of one query attends to, to the splits of its keys."""
 
 
 def bucket_ladder(largest: int) -> list[int]:
@@ -45,6 +48,7 @@ def bucket_for(ladder: list[int], size: int) -> int:
 
 @partial(jax.tree_util.register_dataclass, data_fields=[
     "token_ids", "positions", "context_lens", "slot_mapping", "cu_q_lens", "kv_lens", "block_tables",
+    "num_splits",
 ], meta_fields=[])  # fmt: skip
 @dataclass(frozen=True)
 class RaggedBatch:
@@ -52,8 +56,8 @@ class RaggedBatch:
 
     token_ids, positions: [T].
     context_lens: [T], max(prompt length, position + 1) of the token's sequence.
-    slot_mapping: [T], where a token's K/V go: block * block_size + offset; padding goes to the null block.
-    cu_q_lens: [S + 1]. kv_lens: [S]. block_tables: [S, P].
+    slot_mapping: [T], where a token's K/V go: block * block_size + offset; -1 for padding, which goes nowhere.
+    cu_q_lens: [S + 1]. kv_lens: [S]. block_tables: [S, P]. num_splits: [S], a hint for GPU kernels.
     """
 
     token_ids: Array
@@ -63,13 +67,14 @@ class RaggedBatch:
     cu_q_lens: Array
     kv_lens: Array
     block_tables: Array
+    num_splits: Array
 
     @classmethod
     def empty(cls, num_tokens: int, num_rows: int, blocks_per_seq: int) -> "RaggedBatch":
         """All padding."""
         tokens, rows = jnp.zeros(num_tokens, jnp.int32), jnp.zeros(num_rows, jnp.int32)
         tables = jnp.zeros((num_rows, blocks_per_seq), jnp.int32)
-        return cls(tokens, tokens, tokens, tokens, jnp.zeros(num_rows + 1, jnp.int32), rows, tables)
+        return cls(tokens, tokens, tokens, tokens, jnp.zeros(num_rows + 1, jnp.int32), rows, tables, rows)
 
 
 class Settings(NamedTuple):
@@ -121,6 +126,7 @@ class Layout:
             "cu_q_lens": (s + 1,),
             "kv_lens": (s,),
             "slots": (s,),
+            "num_splits": (s,),
             "samples": (s,),
             "settings": (s, NUM_SETTINGS),
             "block_tables": (s, self.blocks_per_seq),
@@ -153,25 +159,30 @@ class Layout:
         slot = arrays["slots"][row]
         token_ids = jnp.where(arrays["token_ids"] < 0, token_pool[slot, position], arrays["token_ids"])
         token_pool = token_pool.at[jnp.where(real, slot, self.max_num_seqs), position].set(token_ids, mode="drop")
-        block = jnp.where(real, block_tables[row, position // self.block_size], 0)
+        slots = block_tables[row, position // self.block_size] * self.block_size + position % self.block_size
         num_prompt = arrays["settings"][row, Settings._fields.index("num_prompt_tokens")]
         batch = RaggedBatch(
             token_ids=token_ids,
             positions=position,
             context_lens=jnp.maximum(num_prompt, position + 1),
-            slot_mapping=block * self.block_size + position % self.block_size,
+            slot_mapping=jnp.where(real, slots, -1),
             cu_q_lens=cu_q_lens,
             kv_lens=kv_lens,
             block_tables=block_tables,
+            num_splits=arrays["num_splits"],
         )
         return batch, token_pool
 
 
 class Packer:
-    """Packs step plans. Keeps each slot's block table and settings between steps, so that a step costs its rows."""
+    """Packs step plans. Keeps each slot's block table and settings between steps, so that a step costs its rows.
 
-    def __init__(self, layout: Layout, buckets: list[int]):
+    plan_splits: Dynamic SplitKV for a backend whose kernels take it; None is not to ask.
+    """
+
+    def __init__(self, layout: Layout, buckets: list[int], plan_splits: SplitsOf | None = None):
         self.layout, self.buckets = layout, buckets
+        self._plan_splits = plan_splits
         self._tables = np.zeros((layout.max_num_seqs, layout.blocks_per_seq), np.int32)
         self._settings = np.tile(Settings().to_row(), (layout.max_num_seqs, 1))
         self._num_blocks = [0] * layout.max_num_seqs
@@ -198,6 +209,9 @@ class Packer:
         arrays["cu_q_lens"][num_rows + 1 :] = len(token_ids)
         arrays["kv_lens"][:num_rows] = [row.start for row in plan.rows]
         arrays["kv_lens"][:num_rows] += q_lens
+        if self._plan_splits is not None:
+            (decodes,) = np.nonzero(q_lens == 1)
+            arrays["num_splits"][decodes] = self._plan_splits(arrays["kv_lens"][decodes].tolist())
         slots = np.array([row.seq.slot for row in plan.rows], np.int32)
         arrays["slots"][:num_rows] = slots
         arrays["samples"][:num_rows] = [row.samples for row in plan.rows]

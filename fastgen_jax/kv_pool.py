@@ -1,6 +1,7 @@
 """The paged KV pool: how many blocks there is memory for, and their allocation."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,6 +41,16 @@ def fit_blocks(num_bytes: int, bytes_per_block: int, most: int) -> int:
             "set num_blocks, lower max_num_batched_tokens, raise gpu_memory_utilization or use a 16-bit dtype"
         )
     return min(num_bytes // bytes_per_block, most)
+
+
+def size_pool(num_bytes: int, bytes_per_block: int, most: int, step_bytes: Callable[[int], int]) -> int:
+    """Blocks that fit into `num_bytes` beside a step, `most` at most; ValueError as `fit_blocks`.
+
+    step_bytes: blocks of a pool -> what the largest step takes beside it. Asked with the pool as large as it could
+        be, so that a copy of it would show.
+    """
+    num_blocks = fit_blocks(num_bytes, bytes_per_block, most)
+    return fit_blocks(num_bytes - step_bytes(num_blocks), bytes_per_block, most)
 
 
 def allocate(config: Any, backend: Backend, num_blocks: int, block_size: int, dtype: Any) -> list[LayerKV]:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fastgen_jax.batch import NUM_INTS, NUM_SETTINGS, Layout, Settings
+from fastgen_jax import kv_pool
+from fastgen_jax.batch import NUM_INTS, NUM_SETTINGS, Layout, Settings, bucket_ladder
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.layers import Params
 from fastgen_jax.sampling import logprobs, sample
@@ -140,6 +141,36 @@ class Programs:
         self._dtype = kv_pool[0][0].dtype
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self.num_compiled = 0
+
+    @classmethod
+    def of_engine(
+        cls,
+        model: Any,
+        params: Params,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> "Programs":
+        """Those of an engine of these sizes; `params` may be shapes."""
+        dtype = jax.tree.leaves(params)[0].dtype
+        pool = jax.eval_shape(lambda: kv_pool.allocate(model.config, model.backend, num_blocks, block_size, dtype))
+        state = jax.eval_shape(lambda: SamplingState.allocate(max_num_seqs, max_model_len, model.config.vocab_size))
+        return cls(
+            model,
+            Layout(max_num_seqs, -(-max_model_len // block_size), block_size),
+            bucket_ladder(max_num_batched_tokens),
+            bucket_ladder(max_num_seqs),
+            params,
+            pool,
+            state,
+        )
+
+    def reused_shapes(self) -> Any:
+        """What a backbone takes and gives back in place: the KV pool and the token pool."""
+        return self._shapes["kv_pool"], self._shapes["state"].token_pool
 
     def keys(self) -> Iterator[Key]:
         """Every program there is, the backbones first."""

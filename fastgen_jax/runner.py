@@ -10,11 +10,12 @@ import numpy as np
 from jax import Array
 
 from fastgen_jax import kv_pool
-from fastgen_jax.batch import Layout, Packer, Settings, SettingsOf, bucket_for, bucket_ladder
+from fastgen_jax.batch import Packer, Settings, SettingsOf, SplitsOf, bucket_for, bucket_ladder
 from fastgen_jax.models.layers import Params
 from fastgen_jax.programs import Programs
 from fastgen_jax.sampling_state import SamplingState
 from fastgen_jax.scheduler import Row, StepPlan
+from fastgen_jax.scheduler.split_plan import SplitPlanner
 from fastgen_jax.types import EngineConfig
 
 Report = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -77,7 +78,26 @@ class ModelRunner:
         """Forget every sequence: empty pools, and no tenant in any slot."""
         self.kv_pool = self._allocate_pool(self.num_blocks)
         self.state = self._allocate_state(self.max_model_len)
-        self.packer = Packer(self.programs.layout, self._buckets)
+        self.packer = Packer(self.programs.layout, self._buckets, self._split_planner())
+
+    def _split_planner(self) -> SplitsOf | None:
+        """Dynamic SplitKV's plan for each step, if the backend's kernels take one."""
+        config = self.model.config
+        limits = self.model.backend.split_limits(
+            config.head_dim, config.num_heads, config.num_kv_heads, self._block_size, self.dtype
+        )
+        if limits is None:
+            return None
+        num_readers, max_extra = limits
+        windows = [window for window in config.windows if window is not None]
+        planner = SplitPlanner(
+            config.num_kv_heads,
+            num_readers,
+            self._block_size,
+            max_extra=max_extra,
+            window=max(windows) if len(windows) == config.num_layers else None,
+        )
+        return planner.plan
 
     @property
     def is_broken(self) -> bool:
@@ -89,18 +109,23 @@ class ModelRunner:
         per_block = kv_pool.block_bytes(self.model.config, self.model.backend, self._block_size, self.dtype)
         most = self._max_num_seqs * -(-max_model_len // self._block_size) + 1
         (device,) = jax.tree.leaves(self.params)[0].devices()
-        num_blocks = kv_pool.fit_blocks(kv_pool.free_bytes(device, utilization), per_block, most)
+        free_bytes = kv_pool.free_bytes(device, utilization)
         if device.platform == "cpu":
-            return num_blocks
-        # Measured with the pool as large as it could be, so that a copy of it would show.
-        needed = self._programs(num_blocks, max_model_len).largest_step_bytes()
-        return kv_pool.fit_blocks(kv_pool.free_bytes(device, utilization) - needed, per_block, most)
+            return kv_pool.fit_blocks(free_bytes, per_block, most)
+        return kv_pool.size_pool(
+            free_bytes, per_block, most, lambda blocks: self._programs(blocks, max_model_len).largest_step_bytes()
+        )
 
     def _programs(self, num_blocks: int, max_model_len: int) -> Programs:
-        layout = Layout(self._max_num_seqs, -(-max_model_len // self._block_size), self._block_size)
-        pool = jax.eval_shape(lambda: self._allocate_pool(num_blocks))
-        state = jax.eval_shape(lambda: self._allocate_state(max_model_len))
-        return Programs(self.model, layout, self._buckets, self._row_buckets, self.params, pool, state)
+        return Programs.of_engine(
+            self.model,
+            self.params,
+            num_blocks=num_blocks,
+            block_size=self._block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._buckets[-1],
+        )
 
     def _allocate_pool(self, num_blocks: int) -> list[kv_pool.LayerKV]:
         return kv_pool.allocate(self.model.config, self.model.backend, num_blocks, self._block_size, self.dtype)

@@ -1,4 +1,8 @@
-"""Every attention backend against one dense float64 oracle, with NaN wherever no query may look."""
+"""Every attention backend against one dense float64 oracle, with NaN wherever no query may look.
+
+The GPU kernels run in Mosaic GPU's interpreter, with race detection and every asynchronous operation as late as
+the kernel's waits allow (mosaic_interpreter.py): the kernels that run here are those that ship.
+"""
 
 import doctest
 import functools
@@ -9,11 +13,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mosaic_interpreter import extended_interpreter, interpret_params
 
 from fastgen_jax import kernels
-from fastgen_jax.kernels import BACKENDS, choose_backend, get_backend, ragged_attention
+from fastgen_jax.kernels import Backend, choose_backend, get_backend, mosaic_gpu, ragged_attention
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}  # of the result's scale
+
+# Each GPU's kernels, on two SMs: thread blocks that have several work items, and rows that are split.
+CAPABILITIES = {"hopper": (9, 0), "ampere": (8, 0), "blackwell": (10, 0)}
+GPUS = {
+    name: mosaic_gpu.MosaicGpu(mosaic_gpu.Target(capability, 2, mosaic_gpu.SMEM_BYTES[capability]), interpret_params())
+    for name, capability in CAPABILITIES.items()
+}
+ANYWHERE = ["xla", "reference"]
+BACKENDS = [*ANYWHERE, *GPUS]
+
+
+def backend_called(name: str) -> Backend:
+    return GPUS[name] if name in GPUS else get_backend(name)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter():
+    with extended_interpreter():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +63,28 @@ DECODES = [(1, 1), (1, 16), (1, 17), (1, 100), (1, 64), (1, 65), (1, 200)]
 CHUNKS = [(37, 37), (70, 150), (2, 33), (16, 64), (16, 65)]  # the last two end at a block's end, and one past it
 MIXED = DECODES + CHUNKS
 
+LONG = [(1, 1100), (1, 30), (3, 1050), (1, 2048)]  # of which a decode is split where rows are split
+FEW = [(1, 1), (1, 65), (3, 40), (70, 100), (2, 2)]
+# dtype x D x G x block size x window x rows, each value with several of the others.
+GPU_CASES = [
+    Case("split", LONG, head_dim=64, block_size=64),
+    Case("split, D 128, G 3", LONG, heads=(3, 1), head_dim=128, block_size=128, dtype="bfloat16", pad_rows=2),
+    Case("split, window", LONG, heads=(2, 2), window=1030, block_size=32, dtype="bfloat16"),
+    Case("split, softcap, G 16", [(1, 1100)], heads=(16, 1), head_dim=64, softcap=3.0, dtype="float16"),
+    Case("D 64, MHA", FEW, heads=(2, 2), head_dim=64, block_size=32, dtype="bfloat16"),
+    Case("D 96, MHA", FEW, heads=(2, 2), head_dim=96, block_size=128, dtype="float16"),
+    Case("D 128, MHA", FEW, heads=(2, 2), head_dim=128, block_size=32, dtype="float16", window=33),
+    Case("D 256, MHA", FEW, heads=(1, 1), head_dim=256, block_size=64, dtype="bfloat16"),
+    Case("D 80, G 5", FEW, heads=(5, 1), head_dim=80, block_size=64, dtype="bfloat16", softcap=4.0),
+    Case("D 96, G 6", FEW, heads=(6, 1), head_dim=96, dtype="bfloat16", window=20),
+    Case("D 256, G 3", FEW, heads=(3, 1), head_dim=256, block_size=32, dtype="float16", window=50),
+    Case("D 256, G 8", FEW, heads=(8, 1), head_dim=256, block_size=128, dtype="bfloat16", softcap=6.0),
+    Case("D 64, G 7", FEW, heads=(7, 1), head_dim=64, block_size=64, dtype="bfloat16"),
+    Case("D 128, G 16", FEW, heads=(16, 1), head_dim=128, block_size=16, dtype="bfloat16", pad_tokens=3),
+    Case("D 64, G 2, two KV heads", FEW, heads=(4, 2), head_dim=64, block_size=128, dtype="float16", window=5),
+    Case("a tile beside a window", [(140, 300)], heads=(1, 1), head_dim=64, block_size=64, window=40),
+]
+
 CASES = [
     Case("one token of one sequence", [(1, 1)]),
     Case("prompt of two tokens", [(2, 2)]),
@@ -58,6 +104,7 @@ CASES = [
     Case("window of one key", MIXED, window=1),
     Case("softcap", MIXED, softcap=2.0),
     Case("window and softcap", MIXED, heads=(8, 1), window=20, softcap=5.0, pad_rows=1, pad_tokens=1),
+    *GPU_CASES,
     Case("bfloat16", MIXED, heads=(9, 3), head_dim=64, dtype="bfloat16", pad_rows=3, pad_tokens=20),
     Case("float16", MIXED, heads=(4, 4), head_dim=80, dtype="float16", window=40),
 ]
@@ -97,7 +144,7 @@ def make_batch(case: Case, backend: str, poison: float = np.nan) -> Batch:
         keys.append(k)
         values.append(v)
 
-    module = get_backend(backend)
+    module = backend_called(backend)
     pools = tuple(
         jnp.full(shape, poison, case.dtype)
         for shape in module.pool_shapes(num_blocks, block_size, num_kv_heads, head_dim)
@@ -137,13 +184,19 @@ def oracle(case: Case, batch: Batch) -> np.ndarray:
     return out
 
 
+def on_tensor_cores(case: Case) -> Case:
+    """The case in a dtype that they multiply without loss of precision."""
+    return case._replace(dtype="bfloat16") if case.dtype == "float32" else case
+
+
 def scale_of(case: Case) -> float:
     return case.head_dim**-0.5
 
 
 @functools.cache
 def compiled(scale: float, window: int | None, softcap: float | None, backend: str):
-    return jax.jit(functools.partial(ragged_attention, scale=scale, window=window, softcap=softcap, backend=backend))
+    attention = backend_called(backend).ragged_attention
+    return jax.jit(functools.partial(attention, scale=scale, window=window, softcap=softcap))
 
 
 def attend(case: Case, batch: Batch, backend: str) -> np.ndarray:
@@ -151,9 +204,16 @@ def attend(case: Case, batch: Batch, backend: str) -> np.ndarray:
     return np.asarray(call(*batch.args))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+# Blackwell's kernels are Ampere's but for the copies.
+PAIRS = [(case, name) for name in BACKENDS for case in (CASES[::5] if name == "blackwell" else CASES)]
+
+
+@pytest.mark.parametrize(("case", "backend"), PAIRS, ids=[f"{case.name}-{name}" for case, name in PAIRS])
 def test_attention_is_dense_attention_over_the_visible_keys(case: Case, backend: str):
+    if backend in GPUS:
+        case = on_tensor_cores(case)
+        if case.block_size not in mosaic_gpu.BLOCK_SIZES:
+            pytest.skip("the kernels are for blocks of 16 to 128")
     batch = make_batch(case, backend)
     out, expected = attend(case, batch, backend), oracle(case, batch)
     assert out.dtype == batch.args[0].dtype
@@ -167,6 +227,7 @@ def test_attention_is_dense_attention_over_the_visible_keys(case: Case, backend:
 @pytest.mark.parametrize("poison", [0.0, np.inf, -np.inf])
 def test_what_no_query_sees_changes_no_bit(backend: str, poison: float):
     case = Case("mixed", MIXED, window=90, pad_rows=3, pad_tokens=20)
+    case = on_tensor_cores(case) if backend in GPUS else case
     out = attend(case, make_batch(case, backend, poison), backend)
     np.testing.assert_array_equal(out, attend(case, make_batch(case, backend), backend))
 
@@ -174,6 +235,7 @@ def test_what_no_query_sees_changes_no_bit(backend: str, poison: float):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sequence_of_nan_leaves_the_others_alone(backend: str):
     case = Case("mixed", MIXED, window=90, pad_rows=3, pad_tokens=20)
+    case = on_tensor_cores(case) if backend in GPUS else case
     batch = make_batch(case, backend)
     clean = attend(case, batch, backend)
     first_of_chunk = len(DECODES) + CHUNKS[0][0]
@@ -188,14 +250,14 @@ def test_a_sequence_of_nan_leaves_the_others_alone(backend: str):
     np.testing.assert_array_equal(out[healthy], clean[healthy])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ANYWHERE)
 def test_float32_decode_over_4096_keys_is_exact_to_1e_5(backend: str):
     case = Case("long", [(1, 4096)], heads=(8, 8), head_dim=128, block_size=64)
     batch = make_batch(case, backend)
     assert np.abs(attend(case, batch, backend) - oracle(case, batch)).max() < 1e-5
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ANYWHERE)
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_write_kv_fills_the_named_slots_and_drops_the_rest(backend: str, block_size: int):
     module = get_backend(backend)
@@ -216,7 +278,7 @@ def test_write_kv_fills_the_named_slots_and_drops_the_rest(backend: str, block_s
         np.testing.assert_array_equal(ragged_attention(q, *written, *row, scale=1.0, backend=backend)[0], -k[token])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ANYWHERE)
 def test_a_step_updates_donated_pools_in_place(backend: str):
     module = get_backend(backend)
     num_tokens, num_rows, shape = 64, 16, (512, 64, 2, 16)
@@ -276,7 +338,7 @@ def test_a_named_backend_that_cannot_run_raises_with_its_reason(monkeypatch):
 
 
 BAD_MODELS = [
-    ({"name": "cuda"}, "backend='cuda' does not exist; the backends are xla, reference"),
+    ({"name": "cuda"}, "backend='cuda' does not exist; the backends are mosaic_gpu, xla, reference"),
     ({"num_heads": 8}, "num_heads=8 is not a multiple of num_kv_heads=3"),
     ({"dtype": "float64"}, "dtype is float64; it must be one of float32, bfloat16, float16"),
 ]
@@ -327,7 +389,7 @@ BAD_ARGUMENTS = [
     ({"kv_lens": jnp.zeros(2)}, "kv_lens is float32; it must be int32"),
     ({"window": 0}, "window=0 is out of range; it must be at least 1, or None for no window"),
     ({"softcap": 0.0}, "softcap=0.0 is out of range; it must be more than 0, or None for no cap"),
-    ({"backend": "cuda"}, "backend='cuda' does not exist; the backends are xla, reference"),
+    ({"backend": "cuda"}, "backend='cuda' does not exist; the backends are mosaic_gpu, xla, reference"),
 ]
 
 

@@ -1,10 +1,12 @@
 """Attention over a paged KV pool for ragged batches, and the backends that run it.
 
-A backend is a module that owns the pool's layout, its allocation, the write of new K and V and the attention
-over it; `Backend` is what it offers. This package imports JAX only, so it serves outside the engine too.
+A backend owns the pool's layout, its allocation, the write of new K and V and the attention over it; `Backend` is
+what it offers. This package imports JAX only, so it serves outside the engine too.
 """
 
+import functools
 import importlib
+import logging
 from typing import Any, Protocol, cast
 
 import jax
@@ -12,12 +14,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-BACKENDS = ("xla", "reference")  # the best first
+BACKENDS = ("mosaic_gpu", "xla", "reference")  # the best first
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+logger = logging.getLogger(__name__)
+
+
 class Backend(Protocol):
-    """What a backend module offers.
+    """What a backend offers: a module, or for `mosaic_gpu` an object that knows its GPU.
 
     Letters: N blocks of B slots, S rows of P blocks, T tokens, H query heads over K KV heads of D.
     """
@@ -36,6 +41,14 @@ class Backend(Protocol):
     ) -> str | None:
         """None if the backend can run this, else the reason why not, to follow "cannot run: "."""
 
+    def split_limits(
+        self, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike
+    ) -> tuple[int, int] | None:
+        """For Dynamic SplitKV: the thread blocks that read side by side, and the room for splits beyond one a row.
+
+        None where rows are not split.
+        """
+
     def pool_shapes(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -52,7 +65,7 @@ class Backend(Protocol):
     def write_kv(self, k_pool: Array, v_pool: Array, k: Array, v: Array, slot_mapping: Array) -> tuple[Array, Array]:
         """The pools with token t's k[t] and v[t] (each [K, D]) in slot slot_mapping[t] = block * B + offset.
 
-        Slots outside [0, N * B) are dropped. In place when the pools are donated.
+        Slots outside [0, N * B) are dropped; of those inside, none comes twice. In place when the pools are donated.
         """
 
     def ragged_attention(
@@ -67,15 +80,17 @@ class Backend(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        num_splits: Array | None = None,
     ) -> Array:
         """The package's `ragged_attention`, its arguments unchecked."""
 
 
 def get_backend(name: str) -> Backend:
-    """The backend module called `name`."""
+    """The backend called `name`; "mosaic_gpu" for the GPU that JAX runs on."""
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r} does not exist; the backends are {', '.join(BACKENDS)}")
-    return cast(Backend, importlib.import_module(f"{__name__}.{name}"))
+    module = importlib.import_module(f"{__name__}.{name}")
+    return cast(Backend, module.here() if name == "mosaic_gpu" else module)
 
 
 def choose_backend(
@@ -95,7 +110,7 @@ def choose_backend(
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     _check_dtype("dtype", dtype)
-    refusals = []
+    refusals: list[str] = []
     for candidate in BACKENDS if name is None else (name,):
         backend = get_backend(candidate)
         reason = backend.supported(
@@ -107,9 +122,16 @@ def choose_backend(
             platform or jax.default_backend(),
         )
         if reason is None:
+            _log_choice(candidate, "; ".join(refusals))
             return backend
         refusals.append(f"backend={candidate!r} cannot run: {reason}")
     raise ValueError("; ".join(refusals))
+
+
+@functools.cache
+def _log_choice(name: str, refusals: str) -> None:
+    """Say which backend runs and why no better one does, once each."""
+    logger.info("attention runs on backend=%r%s", name, f" ({refusals})" if refusals else "")
 
 
 def ragged_attention(
@@ -123,6 +145,7 @@ def ragged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    num_splits: Array | None = None,
     backend: str | None = None,
 ) -> Array:
     """Causal attention of a ragged batch of query tokens over a paged KV pool; a building block of its own.
@@ -134,10 +157,12 @@ def ragged_attention(
     kv_lens: int32 [S]; row s's sequence has kv_lens[s] tokens, its new ones included.
     block_tables: int32 [S, P]; position p of row s lives in block block_tables[s, p // B], offset p % B.
         Entries beyond the sequence, or wholly outside every query's window, may be anything.
-    scale: multiplies q . k.
+    scale: multiplies q . k; more than 0.
     window: a query at position p sees keys p - window + 1 to p (Hugging Face's `sliding_window`); None is
         all.
     softcap: scores s become softcap * tanh(s / softcap) before masking; None is off.
+    num_splits: int32 [S], into how many splits of its keys a GPU kernel cuts each row of one query (Dynamic
+        SplitKV, `fastgen_jax.scheduler.split_plan`); None is kv_len // 512, at most 16. Changes no result.
     backend: one of `BACKENDS`; None is the best whose layout the pools have.
 
     Returns [T, H, D] in q's dtype, zeros for tokens past cu_q_lens[-1]. Slots that no query sees and padding
@@ -164,13 +189,28 @@ def ragged_attention(
         if pool.dtype != q.dtype:
             raise ValueError(f"{pool_name} is {pool.dtype}; it must be q's dtype, {q.dtype}")
     _check_rows(cu_q_lens, kv_lens, block_tables)
+    if num_splits is not None and (num_splits.shape, num_splits.dtype) != (kv_lens.shape, jnp.int32):
+        raise ValueError(
+            f"num_splits is {num_splits.dtype}{list(num_splits.shape)}; it must be int32{list(kv_lens.shape)}"
+        )
+    if scale <= 0:
+        raise ValueError(f"scale={scale} is out of range; it must be more than 0")
     if window is not None and window < 1:
         raise ValueError(f"window={window} is out of range; it must be at least 1, or None for no window")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap} is out of range; it must be more than 0, or None for no cap")
     chosen = _choose_for(backend, q, k_pool, v_pool)
     return chosen.ragged_attention(
-        q, k_pool, v_pool, cu_q_lens, kv_lens, block_tables, scale=scale, window=window, softcap=softcap
+        q,
+        k_pool,
+        v_pool,
+        cu_q_lens,
+        kv_lens,
+        block_tables,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        num_splits=num_splits,
     )
 
 

@@ -19,6 +19,10 @@ def supported(
     return None
 
 
+def split_limits(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike) -> None:
+    """None: rows are not split."""
+
+
 def pool_shapes(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -65,6 +69,7 @@ def ragged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    num_splits: Array | None = None,
 ) -> Array:
     """Attention of each query token over its sequence: `fastgen_jax.kernels.ragged_attention`'s contract."""
     num_tokens, num_heads, head_dim = q.shape

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fastgen_jax.batch import RaggedBatch
+from fastgen_jax.kernels import get_backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.layers import Params
 
@@ -38,6 +39,7 @@ def init_params(model: Any, key: jax.Array) -> Params:
     def everything(module: Any, batch: RaggedBatch, kv_pool: list[LayerKV]) -> jax.Array:
         return module.logits(module(batch, kv_pool)[0])
 
-    c = model.config
+    # The parameters depend on no backend, and this one takes the float32 that they are made in.
+    c, model = model.config, model.clone(backend=get_backend("xla"))
     kv_pool = [model.backend.allocate(2, 16, c.num_kv_heads, c.head_dim, jnp.float32) for _ in range(c.num_layers)]
     return nn.init(everything, model)(key, RaggedBatch.empty(16, 1, 1), kv_pool)["params"]

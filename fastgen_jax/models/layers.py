@@ -143,6 +143,7 @@ class Attention(nn.Module):
                 batch.block_tables,
                 scale=d**-0.5,
                 window=self.window,
+                num_splits=batch.num_splits,
             )
         with jax.named_scope("out"):
             return Linear(x.shape[-1], self.out_bias, name=self.out_name)(out.reshape(-1, h * d)), kv

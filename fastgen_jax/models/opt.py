@@ -44,6 +44,10 @@ class Config:
         return self.num_heads
 
     @property
+    def windows(self) -> tuple[None, ...]:
+        return (None,) * self.num_layers
+
+    @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 

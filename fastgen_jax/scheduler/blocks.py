@@ -6,8 +6,8 @@ from collections.abc import Iterable
 class BlockPool:
     """Which of `num_blocks` blocks of `block_size` tokens are free, and how often each other one is used.
 
-    Block 0 is the null block that padding writes to: it is never handed out and counts neither as free
-    nor as used. Every method costs time proportional to the blocks it is given.
+    Block 0 is the null block, which unused entries of a block table name: it is never handed out and counts neither
+    as free nor as used. Every method costs time proportional to the blocks it is given.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

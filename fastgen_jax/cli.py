@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 import fastgen_jax
-from fastgen_jax import cli_generate
+from fastgen_jax import cli_generate, cli_plan
 from fastgen_jax.cli_flags import HelpFormatter
 
 OK, FAILED, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 128 + 2, 128 + 13
@@ -21,6 +21,7 @@ examples:
   fastgen generate "The capital of France is"
   fastgen generate --model llama2-7b --prompts prompts.txt --json > answers.jsonl
   fastgen generate                              a conversation, on a terminal
+  fastgen plan --model llama2-7b --gpu h200     what it takes there, without the GPU
 
 `fastgen COMMAND --help` explains a command."""
 
@@ -45,6 +46,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"fastgen {fastgen_jax.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     cli_generate.add_command(commands)
+    cli_plan.add_command(commands)
     return parser
 
 

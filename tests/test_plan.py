@@ -1,0 +1,415 @@
+"""`fastgen plan`: its figures against hand arithmetic, what does not fit, and what cannot be."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fastgen_jax import cli, cli_plan, deviceless, models, plan_worker, roofline
+from fastgen_jax.checkpoint import ALIASES
+from fastgen_jax.checkpoint.config_only import read_config
+from fastgen_jax.compiler_output import Kernel, count_launches, parse_ptxas, shared_memory
+from fastgen_jax.gpus import GPUS
+from fastgen_jax.plan import Request
+from fastgen_jax.sizing import Sizing, num_elements
+from fastgen_jax.types import EngineConfig
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "plan_table.py"))
+
+needs_plugin = pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+
+
+def sizing(hf_config: dict, gpu: str, tp: int = 1) -> Sizing:
+    return Sizing(hf_config, GPUS[gpu], EngineConfig(), tp=tp, mem_fraction=0.75)
+
+
+# The configs that come with the package
+
+PUBLISHED = {  # numbers of parameters, by the files on the Hub
+    "smollm2-135m": 134_515_008,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "opt-125m": 125_239_296,
+    "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_an_aliases_config_has_the_models_parameters(model):
+    """Layers are alike, so the second one's parameters are the others' too."""
+    config = read_config(model)
+
+    def count(num_layers: int) -> int:
+        return num_elements(sizing(config | {"num_hidden_layers": num_layers}, "b200").params)
+
+    assert count(1) + (config["num_hidden_layers"] - 1) * (count(2) - count(1)) == PUBLISHED[model]
+
+
+def test_every_alias_has_a_config_that_its_family_reads():
+    folder = ROOT / "fastgen_jax" / "checkpoint" / "configs"
+    assert {path.stem for path in folder.glob("*.json")} == set(ALIASES)
+    for alias in ALIASES:
+        config = read_config(alias)
+        assert models.family(config["model_type"]).from_hf(config).num_layers == config["num_hidden_layers"]
+    assert read_config("facebook/opt-125m") == read_config("OPT-125m") == read_config("opt-125m")
+
+
+def test_a_config_is_read_from_a_folder_or_a_file(tmp_path):
+    config = read_config("opt-125m") | {"num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(str(tmp_path)) == read_config(str(tmp_path / "config.json")) == config
+
+
+# Arithmetic by hand: docs/plan.md within 2 %
+
+MODELS = {  # name: layers' matmuls, head, tables of which rows are read, layers, H, K, D, longest context
+    "llama2-7b": (32 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 32000 * 4096, 32000 * 4096, 32, 32, 32, 128, 4096),
+    "mistral-7b": (
+        32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336),
+        *(32000 * 4096, 32000 * 4096),
+        *(32, 32, 8, 128, 32768),
+    ),
+    "opt-13b": (40 * (4 * 5120 * 5120 + 2 * 5120 * 20480), 50272 * 5120, 2050 * 5120, 40, 40, 40, 128, 2048),
+    "qwen2.5-0.5b": (24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864), 151936 * 896, 0, 24, 14, 2, 64, 32768),
+    "llama2-70b": (
+        80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672),
+        *(32000 * 8192, 32000 * 8192),
+        *(80, 64, 8, 128, 4096),
+    ),
+}
+DATASHEETS = {  # memory as CUDA reports it, bytes/s, bfloat16 FLOP/s
+    "l4": (22574 * 2**20, 300e9, 121e12),
+    "a100-80": (85_100_068_864, 2039e9, 312e12),
+    "h200": (151_397_597_184, 4.8e12, 989e12),
+    "b200": (191_514_411_008, 8e12, 2250e12),
+}
+DOCS = (ROOT / "docs" / "plan.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in DOCS.splitlines()
+    if line.startswith(tuple(f"| {model} |" for model in MODELS))
+]
+
+
+def test_the_documented_table_has_every_model_on_every_gpu():
+    assert [(row[0], row[2]) for row in ROWS] == [(model, gpu) for model in MODELS for gpu in DATASHEETS]
+    assert all(len(row) == len(SCRIPT["HEAD"]) for row in ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[2]}")
+def test_the_documented_figures_are_those_of_hand_arithmetic(row):
+    model, tp, gpu, budget_gb, weights_gb, step_mb, pool_gb, blocks, tokens, held, *bounds = row
+    layers, head, tables, num_layers, num_heads, num_kv_heads, head_dim, longest = MODELS[model]
+    memory, bandwidth, flops = DATASHEETS[gpu]
+    tp = int(tp)
+
+    def near(text, value):
+        assert float(text) == pytest.approx(value, rel=0.02)
+
+    budget, weights = memory * 0.75 * 0.9, 2 * (layers + head + tables) / tp
+    near(budget_gb, budget / 1e9)
+    near(weights_gb, weights / 1e9)
+    kv = 2 * 2 * num_layers * num_kv_heads * head_dim / tp  # K and V, 2 bytes each
+    if not blocks:
+        assert weights > 0.9 * budget
+        lacks, would = re.fullmatch(r"lacks ([\d.]+); (.*) would fit", pool_gb).groups()
+        assert float(lacks) == pytest.approx((weights + 128 * kv - budget) / 1e9, rel=0.02)
+        if would != "nothing":
+            assert weights * tp / int(would.removeprefix("tp ")) < budget
+        return
+    pool = min(budget - weights - float(step_mb) * 1e6, (256 * longest + 64) * kv)
+    near(pool_gb, pool / 1e9)
+    near(blocks, pool / (64 * kv))
+    assert int(tokens) == 64 * (int(blocks) - 1)
+    for count, length in zip(held.split(" / "), (1024, 4096, 16384), strict=True):
+        assert count == ("-" if length > longest else str(int(tokens) // length))
+
+    one_ms, one_rate, num_seqs, most_ms, most_rate, prompt_ms, prompt_rate, knee = map(float, bounds)
+    read, attend = 2 * (layers + head) / tp, 4 * num_layers * num_heads * head_dim / tp
+    assert num_seqs == min(256, int(tokens) // 1024)
+    for ms, rate, n in ((one_ms, one_rate, 1), (most_ms, most_rate, num_seqs)):
+        moved = (read + n * 1025 * kv) / bandwidth
+        computed = n * (2 * (layers + head) / tp + 1024 * attend) / flops
+        near(ms, max(moved, computed) * 1e3)
+        near(rate, n / max(moved, computed))
+    moved = (read + 1024 * kv) / bandwidth
+    computed = (512 * 2 * layers / tp + 2 * head / tp + 512 * 513 / 2 * attend) / flops
+    near(prompt_ms, max(moved, computed) * 1e3)
+    near(prompt_rate, 512 / max(moved, computed))
+    near(knee, read / bandwidth * flops / (2 * layers / tp))
+
+
+def test_the_documented_gpus_are_the_built_in_ones():
+    assert "\n".join(SCRIPT["gpus_table"]()) in DOCS
+
+
+def test_a_window_bounds_what_is_read_and_computed():
+    gpu, work = GPUS["h200"], sizing(read_config("mistral-7b"), "h200").work
+    assert work.windows == (4096,) * 32
+    at_window, beyond = (roofline.decode(work, gpu, "bfloat16", 1, context) for context in (4096, 16384))
+    assert (beyond.bytes, beyond.flops) == (at_window.bytes, at_window.flops)
+    saved = roofline.prompt(replace(work, windows=(None,) * 32), gpu, "bfloat16", 8192).flops
+    saved -= roofline.prompt(work, gpu, "bfloat16", 8192).flops
+    pairs = 8192 * 8193 // 2 - (4096 * 4097 // 2 + 4096 * 4096)
+    assert saved == pairs * 32 * 4 * 32 * 128
+
+
+@pytest.mark.parametrize("model", ["mistral-7b", "opt-6.7b"])
+def test_a_share_of_a_model_is_its_weights_and_pool_divided(model):
+    whole, half = (sizing(read_config(model), "b200", tp) for tp in (1, 2))
+    assert half.weights_bytes == pytest.approx(whole.weights_bytes / 2, rel=0.01)
+    assert half.block_bytes * 2 == whole.block_bytes
+    assert half.work.layer_params * 2 == whole.work.layer_params
+    assert half.work.pair_flops * 2 == whole.work.pair_flops
+
+
+# What the compilers print
+
+PTXAS = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'decode_splits_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for decode_splits_mosaic_gpu_kernel
+    8 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 191 registers, used 2 barriers, 1 bytes smem
+ptxas info    : Compile time = 125.435 ms
+"""
+RESOURCES = (
+    "Resources(smem_scratch_bytes=93184, tmem_scratch_cols=0, tmem_collective_scratch_cols=0, barrier_counts=Counter({"
+    "Barrier(arrival_count=256, num_barriers=2, orders_tensor_core=False): 3, "
+    "Barrier(arrival_count=1, num_barriers=1, orders_tensor_core=False): 1}), scoped_gmem_semaphores={})"
+)
+
+
+def test_ptxas_and_mosaic_are_read():
+    printed = f"noise\n{PTXAS}{PTXAS}{PTXAS.replace('decode_splits', 'combine').replace('12 bytes', '0 bytes')}"
+    smem = {"decode_splits": shared_memory(RESOURCES)}
+    assert smem == {"decode_splits": 93184 + 8 * 7}
+    assert parse_ptxas(printed, smem) == [
+        Kernel("combine", "sm_90a", registers=191, spill_bytes=4, stack_bytes=8, smem_bytes=None),
+        Kernel("decode_splits", "sm_90a", registers=191, spill_bytes=16, stack_bytes=8, smem_bytes=93240),
+    ]
+
+
+HLO = """\
+HloModule jit_step, is_scheduled=true
+
+%fused_add (p0: f32[4], p1: f32[4]) -> f32[4] {
+  %p0 = f32[4]{0} parameter(0)
+  %p1 = f32[4]{0} parameter(1)
+  ROOT %add.1 = f32[4]{0} add(%p0, %p1)
+}
+
+%dynamic-slice-fusion (p2: f32[4]) -> (f32[2], s32[]) {
+  %p2 = f32[4]{0} parameter(0)
+  ROOT %kernel.1 = (f32[2]{0}, s32[]) custom-call(%p2), custom_call_target="mosaic_gpu_v2"
+}
+
+%body (arg.1: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %arg.1 = (s32[], f32[4]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%arg.1), index=0
+  %x.1 = f32[4]{0} get-tuple-element(%arg.1), index=1
+  %y.1 = f32[4]{0} fusion(%x.1, %x.1), kind=kLoop, calls=%fused_add
+  ROOT %tuple.1 = (s32[], f32[4]{0}) tuple(%i.1, %y.1)
+}
+
+%condition (arg.2: (s32[], f32[4])) -> pred[] {
+  %arg.2 = (s32[], f32[4]{0}) parameter(0)
+  %i.2 = s32[] get-tuple-element(%arg.2), index=0
+  ROOT %less.1 = pred[] fusion(%i.2), kind=kLoop, calls=%fused_add
+}
+
+%commands (x.2: f32[4]) -> f32[4] {
+  %x.2 = f32[4]{0} parameter(0)
+  %copy.1 = f32[4]{0} copy(%x.2)
+  ROOT %all-reduce.1 = f32[4]{0} all-reduce(%copy.1), to_apply=%add
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0), metadata={op_name="x"}
+  %zero = s32[] constant(0)
+  %start = (s32[], /*index=1*/f32[4]{0}) tuple(%zero, %x)
+  %loop = (s32[], f32[4]{0}) while(%start), condition=%condition, body=%body
+  %z = f32[4]{0} get-tuple-element(%loop), index=1
+  %attention = (f32[2]{0}, s32[]) fusion(%z), kind=kCustom, calls=%dynamic-slice-fusion
+  %direct = f32[4]{0} custom-call(%z), custom_call_target="mosaic_gpu_v2"
+  %call.1 = f32[4]{0} call(%z), to_apply=%commands
+  %call.2 = f32[4]{0} call(%call.1), to_apply=%commands
+  ROOT %sum = f32[4]{0} fusion(%call.2, %direct), kind=kLoop, calls=%fused_add
+}
+"""
+
+
+def test_launches_are_counted():
+    assert count_launches(HLO) == {
+        "kernels": 9,
+        "fusions": 3,  # the loop's body and condition, and the sum
+        "copies": 2,
+        "collectives": 2,
+        "custom_calls": 2,
+        "loops": 1,
+    }
+
+
+# What cannot be: one sentence each
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--gpu", "h201"], "gpu='h201' is not known; did you mean 'h200'?"),
+        (["--tp", "0"], "tp=0 must be a whole number from 1 to 64"),
+        (["--mem-fraction", "1.5"], "mem_fraction=1.5 must be above 0 and at most 1"),
+        (["--dtype", "int8"], "dtype='int8' is not supported; choose float32, bfloat16, float16"),
+        (["--max-num-seqs", "1000"], "max_num_seqs=1000 is more than max_num_batched_tokens=512"),
+        (["--backend", "cuda"], "backend='cuda' does not exist"),
+        (["--tp", "3"], "tp=3 does not divide the model's num_heads, 32"),
+        (["--model", "llama2-70b", "--tp", "16"], "tp=16 does not divide the model's num_kv_heads, 8"),
+        (["--max-model-len", "5000"], "max_model_len=5000 is more than the model's 4096 positions"),
+        (["--model", "llama9"], "'llama9' is no folder with a config.json, .json file, .gguf file or alias"),
+    ],
+)
+def test_a_mistake_is_one_sentence(argv, message, monkeypatch, capsys):
+    monkeypatch.setattr(cli_plan, "plan", in_process)
+    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    defaults = ["--gpu", "h200", "--model", "llama2-7b"]
+    assert cli.main(["plan", *defaults, *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fastgen: error: {message}")
+    assert error.count("\n") == 1
+
+
+def in_process(model, gpu, *, tp, mem_fraction, show_progress, **config):
+    """`plan`, without its process, up to where it would compile."""
+    return plan_worker.make_report(Request(model, gpu, tp, mem_fraction, config, show_progress), every_bucket=False)
+
+
+@pytest.mark.parametrize("part", ["_has_plugin", "_has_ptxas"])
+def test_without_the_extra_a_sentence_says_how_to_get_it(part, monkeypatch):
+    for name in ("_has_plugin", "_has_ptxas"):
+        monkeypatch.setattr(deviceless, name, lambda name=name: name != part)
+    with pytest.raises(ValueError) as raised:
+        deviceless.compile_only_device(GPUS["h200"])
+    assert str(raised.value).endswith("is not installed; get it with: pip install 'fastgen-jax[plan]'")
+
+
+# What does not fit, by how much, and what would
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "mem_fraction", "dtype", "short_gb", "would_fit"),
+    [
+        ("opt-13b", "l4", 0.75, "bfloat16", 25.71 + 0.1 - 15.98, [{"tp": 2}]),
+        ("llama2-7b", "rtx4090", 0.75, "float32", 26.95 + 0.13 - 17.14, [{"tp": 2}, {"dtype": "bfloat16"}]),
+        ("qwen2.5-0.5b", "l4", 0.02, "bfloat16", 0.988 - 0.426, []),
+    ],
+)
+def test_what_does_not_fit_says_what_would(model, gpu, mem_fraction, dtype, short_gb, would_fit, monkeypatch):
+    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    found = in_process(model, gpu, tp=1, mem_fraction=mem_fraction, show_progress=False, dtype=dtype)
+    assert not found["fits"]
+    assert found["short_bytes"] / 1e9 == pytest.approx(short_gb, rel=0.02)
+    assert found["would_fit"] == would_fit
+    lines = list(cli_plan.describe(found))
+    assert lines[-1].startswith("does not fit: ")
+    assert all(f"--{name} {value}" in lines[-1] for change in would_fit for name, value in change.items())
+
+
+@pytest.mark.parametrize(
+    ("config", "step", "expected"),
+    [
+        ({"max_model_len": 4096}, 1e9, "and the KV of one sequence of 4,096 tokens are 0.68 GB more"),
+        ({}, 2.6e9, "2.60 GB for a step and two blocks of KV are 0.17 GB more"),
+    ],
+)
+def test_a_pool_too_small_is_one_sentence(config, step, expected, monkeypatch):
+    """Llama-2-7B on an L4 leaves 2.50 GB for a step and the pool; 64 tokens are 34 MB."""
+    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    monkeypatch.setattr(plan_worker, "compile_all", lambda *args: {})
+    programs = SimpleNamespace(buckets=[512], row_buckets=[256], largest_step_bytes=lambda: int(step))
+    monkeypatch.setattr(Sizing, "programs", lambda *args: programs)
+    found = in_process("llama2-7b", "l4", tp=1, mem_fraction=0.75, show_progress=False, **config)
+    assert expected in found["message"]
+    shorter = [change for change in found["would_fit"] if "max_model_len" in change]
+    assert len(shorter) == ("max_model_len" in config)
+    if shorter:
+        assert shorter[0]["max_model_len"] == (int((2.501e9 - step) / (64 * 524288)) - 1) * 64 + 1
+
+
+# The whole command
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+KEYS = {
+    "weights_bytes",
+    "pool_bytes",
+    "pool_blocks",
+    "buckets",
+    "kernels",
+    "roofline",
+    "sequences",
+    "step_bytes",
+    "fits",
+}
+
+
+@needs_plugin
+def test_the_command_prints_json_of_one_device(tmp_path):
+    config, report = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text(json.dumps(TINY))
+    flags = ["--max-num-batched-tokens", "16", "--max-num-seqs", "4", "--json"]
+    command = "import sys; from fastgen_jax.cli import main; sys.exit(main())"
+    argv = [sys.executable, "-c", command, "plan", "--model", str(config), "--gpu", "h200", *flags]
+    run = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    report.write_text(run.stdout)
+    found = json.loads(run.stdout)
+    assert set(found) >= KEYS
+    layer = 256 * (4 + 2 + 2) * 64 + 256 * 256 + 3 * 256 * 512 + 2 * 256
+    assert found["weights_bytes"] == 2 * (2 * 512 * 256 + 2 * layer + 256)
+    assert found["pool_blocks"] == 4 * 256 // 64 + 1
+    assert found["pool_bytes"] == found["pool_blocks"] * 64 * 2 * 2 * prod((2, 2, 64))
+    assert [bucket["tokens"] for bucket in found["buckets"]] == [16]
+    for bucket in found["buckets"]:
+        assert bucket["aliased_bytes"] == found["reused_bytes"] == found["pool_bytes"] + 4 * 4 * 256
+        assert bucket["temp_bytes"] > 0
+        assert bucket["compile_s"] > 0
+    if found["backend"] == "mosaic_gpu":
+        assert {kernel["arch"] for kernel in found["kernels"]} == {"sm_90a"}
+        assert all(0 <= kernel["smem_bytes"] <= GPUS["h200"].limits.shared_per_block for kernel in found["kernels"])
+        assert {kernel["spill_bytes"] for kernel in found["kernels"]} == {0}
+    lines = list(cli_plan.describe(found))
+    assert any(line.startswith("A compile without the device does not autotune") for line in lines)

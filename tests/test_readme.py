@@ -43,6 +43,18 @@ def test_python_blocks_run(capsys):
     assert namespace["logits"].shape == (1, 49152)
 
 
+def test_the_building_blocks_example_runs(capsys):
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "kernels.md", "exec"), {})
+    assert capsys.readouterr().out == "(7, 8, 64) xla\n"
+
+
+def test_the_plan_command_parses():
+    (command,) = (line for line in SHELL if line.startswith("fastgen plan"))
+    assert build_parser().parse_args(shlex.split(command)[1:]).gpu == "h200"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_shell_commands_parse(command):
     words = shlex.split(command.partition("|")[2] if command.startswith("echo") else command.partition(">")[0])

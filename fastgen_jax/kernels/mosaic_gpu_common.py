@@ -156,6 +156,26 @@ def visible(c: Config, position: Array, first_key: Array, kv_stop: Array, layout
     return seen if c.window is None else seen & (key > token + (position - c.window))
 
 
+def weigh(c: Config, scores: Array, seen: Array | None, acc: Array, m: Array, l: Array) -> tuple[Array, ...]:
+    """Softmax goes on with a stage's scores q . k [64, kv_tile] -> its weights, and acc, m and l brought up to date.
+
+    seen: where the scores count; None is everywhere. acc [64, D], m and l [64] are the output, the maximum and the
+    sum of the stages before, as in FlashAttention (arXiv 2205.14135). In powers of 2, with the scale applied within
+    the exponent's multiply-add.
+    """
+    scale = c.scale * LOG2E
+    if c.softcap is not None:
+        scores, scale = jnp.tanh(scores * (c.scale / c.softcap)), c.softcap * LOG2E
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
+    m_new = jnp.maximum(m, scores.max(axis=1) * scale)
+    p = jnp.exp2(scores * scale - lax.broadcast_in_dim(m_new, scores.shape, [0]))
+    rescale = jnp.exp2(m - m_new)
+    l = l * rescale + p.sum(axis=1)
+    acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
+    return p, acc, m_new, l
+
+
 def is_edge(c: Config, first_key: Array, position: Array, kv_stop: Array) -> Array:
     """Whether a stage holds slots that no query of the item sees. position: of the item's first token."""
     edge = first_key + c.kv_tile > kv_stop

@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fastgen_jax.kernels import work
 from fastgen_jax.kernels.mosaic_gpu_common import (
-    LOG2E,
     LSE_COLUMNS,
     MASKED,
     ROWS,
@@ -28,6 +27,7 @@ from fastgen_jax.kernels.mosaic_gpu_common import (
     store,
     store_lse,
     visible,
+    weigh,
 )
 
 QUERY_PADDING = 2 * ROWS
@@ -131,18 +131,8 @@ def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> Non
                     return scores[...]
 
                 scores = pl.run_scoped(dot_keys, plgpu.ACC((ROWS, c.kv_tile), jnp.float32))
-                # Powers of 2, and the scale applied within the exponent's multiply-add.
-                scale = c.scale * LOG2E
-                if c.softcap is not None:
-                    scores, scale = jnp.tanh(scores * (c.scale / c.softcap)), c.softcap * LOG2E
-                if masked:
-                    seen = visible(c, position, first_key(i), kv_stop, plgpu.Layout.WGMMA)
-                    scores = jnp.where(seen, scores, -jnp.inf)
-                m_new = jnp.maximum(m, scores.max(axis=1) * scale)
-                p = jnp.exp2(scores * scale - lax.broadcast_in_dim(m_new, scores.shape, [0]))
-                rescale = jnp.exp2(m - m_new)
-                l = l * rescale + p.sum(axis=1)
-                acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
+                seen = visible(c, position, first_key(i), kv_stop, plgpu.Layout.WGMMA) if masked else None
+                p, acc, m, l = weigh(c, scores, seen, acc, m, l)
                 p = p.astype(c.dtype)
                 plgpu.barrier_wait(v_ready.at[slot])
                 if masked:
@@ -156,7 +146,7 @@ def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> Non
 
                 acc = pl.run_state(dot_values)(plgpu.ACC.init(acc))
                 plgpu.barrier_arrive(consumed.at[slot])
-                return acc, m_new, l
+                return acc, m, l
 
             carry = (
                 plgpu.layout_cast(jnp.zeros((ROWS, c.head_dim), jnp.float32), plgpu.Layout.WGMMA),

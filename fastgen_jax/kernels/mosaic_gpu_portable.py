@@ -18,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fastgen_jax.kernels import mosaic_gpu_common, work
 from fastgen_jax.kernels.mosaic_gpu_common import (
-    LOG2E,
     LSE_COLUMNS,
     MASKED,
     ROWS,
@@ -29,6 +28,7 @@ from fastgen_jax.kernels.mosaic_gpu_common import (
     stages_of,
     store,
     visible,
+    weigh,
 )
 
 __all__ = ["LSE_COLUMNS", "QUERY_PADDING", "Config", "config", "launch"]
@@ -134,18 +134,8 @@ def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> Non
             fetch(i + c.num_stages - 1)  # over the stage before this one, which all are done with
 
             scores = dot_keys(c, queries, k_s.at[slot])
-            # Powers of 2, and the scale applied within the exponent's multiply-add.
-            scale = c.scale * LOG2E
-            if c.softcap is not None:
-                scores, scale = jnp.tanh(scores * (c.scale / c.softcap)), c.softcap * LOG2E
-            if masked:
-                seen = visible(c, position, first_key(i), kv_stop, plgpu.Layout.WGMMA)
-                scores = jnp.where(seen, scores, -jnp.inf)
-            m_new = jnp.maximum(m, scores.max(axis=1) * scale)
-            p = jnp.exp2(scores * scale - lax.broadcast_in_dim(m_new, scores.shape, [0]))
-            rescale = jnp.exp2(m - m_new)
-            l = l * rescale + p.sum(axis=1)
-            acc = acc * lax.broadcast_in_dim(rescale, acc.shape, [0])
+            seen = visible(c, position, first_key(i), kv_stop, plgpu.Layout.WGMMA) if masked else None
+            p, acc, m, l = weigh(c, scores, seen, acc, m, l)
 
             wait_copies(c, v_ready, slot, jnp.minimum(num_after, c.num_stages - 1), c.num_stages - 1, 0)
             if masked:
@@ -157,7 +147,7 @@ def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> Non
             acc = add_values(c, acc, as_operand(p.astype(c.dtype)), v_s.at[slot])
             if c.tma:
                 plgpu.commit_smem()  # before the next copy overwrites what was read
-            return acc, m_new, l
+            return acc, m, l
 
         carry = (
             plgpu.layout_cast(jnp.zeros((ROWS, c.head_dim), jnp.float32), plgpu.Layout.WGMMA),

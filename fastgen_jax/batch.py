@@ -74,7 +74,7 @@ class RaggedBatch:
         """All padding."""
         tokens, rows = jnp.zeros(num_tokens, jnp.int32), jnp.zeros(num_rows, jnp.int32)
         tables = jnp.zeros((num_rows, blocks_per_seq), jnp.int32)
-        return cls(tokens, tokens, tokens, tokens, jnp.zeros(num_rows + 1, jnp.int32), rows, tables, rows)
+        return cls(tokens, tokens, tokens, tokens - 1, jnp.zeros(num_rows + 1, jnp.int32), rows, tables, rows)
 
 
 class Settings(NamedTuple):

@@ -90,7 +90,9 @@ def compile_variants(gpu: str, variants: list[Variant]) -> list[dict[str, Any]]:
         occupancy = blocks_per_sm(
             gpu, threads_of(kernel["name"], variants[variant].head_dim), kernel["registers"], smem
         )
-        records.append({"variant": str(variants[variant]), **kernel, "smem_bytes": smem, "blocks_per_sm": occupancy})
+        threads = threads_of(kernel["name"], variants[variant].head_dim)
+        figures = {"threads": threads, "smem_bytes": smem, "blocks_per_sm": occupancy}
+        records.append({"variant": str(variants[variant]), **kernel, **figures})
     if variant + 1 != len(variants):
         raise ValueError(f"{len(variants)} variants were compiled for {gpu} and {variant + 1} were reported")
     return records
@@ -182,10 +184,13 @@ _MMA = ("HGMMA", "HMMA")
 def count_instructions(sass: str) -> dict[str, Any]:
     """How many instructions there are, of each opcode, and in the loop over the keys that need no mask.
 
+    set_registers: what warpgroups set their registers to, the one that gives up some first.
+
     opcodes: with the width of LDGSTS, a copy to shared
     memory, as in "LDGSTS.128".
     """
     opcodes: list[str] = []
+    set_registers = [int(n, 16) for n in re.findall(r"USETMAXREG\S+ (?:UP\d+, )?(0x[0-9a-f]+)", sass)]
     targets: dict[int, str] = {}  # of branches
     labels: dict[str, int] = {}
     for line in sass.splitlines():
@@ -206,6 +211,7 @@ def count_instructions(sass: str) -> dict[str, Any]:
     )
     return {
         "instructions": len(opcodes),
+        "set_registers": set_registers,
         "inner_loop": len(inner),
         "inner_mma": _count_mma(inner),
         "opcodes": dict(sorted(Counter(names).items())),

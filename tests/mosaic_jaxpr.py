@@ -10,8 +10,10 @@ import numpy as np
 from jax._src import core as jax_core
 from jax._src import source_info_util
 from jax._src.pallas.mosaic.interpret import thread_map
+from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
+from jax._src.state import indexing
 from jax._src.state.types import AbstractRef
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic_async import Access, BarrierWait, CpAsync, Key, LateMemory, Wgmma
@@ -186,11 +188,13 @@ class LateInterpreter(jaxpr_interpret.JaxprInterpreter):
         eqn, inputs = _without_predicate(eqn, inputs)
         if eqn is None:
             return []
-        if eqn.params["has_barrier"]:
-            return self._stock(eqn, inputs)
-        src, dst, *leaves = inputs
+        leaves = inputs[3 if eqn.params["has_barrier"] else 2 :]
         trees = eqn.params["src_transforms_treedef"], eqn.params["dst_transforms_treedef"]
         src_transforms, dst_transforms = _split(trees, leaves)
+        if eqn.params["has_barrier"]:
+            _check_box(src_transforms, dst_transforms)
+            return self._stock(eqn, inputs)
+        src, dst = inputs[:2]
         copy = CpAsync(
             thread=self.thread,
             clock=self.shared.issue_clock(self.thread),
@@ -262,6 +266,24 @@ class LateInterpreter(jaxpr_interpret.JaxprInterpreter):
         ref, transforms = jaxpr_interpret.resolve_ref(var.aval, ref, tuple(transforms))
         transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
         return (key := Key.from_array(ref)), self.shared.access(key, transforms)
+
+
+def _check_box(src_transforms: Sequence[Any], dst_transforms: Sequence[Any]) -> None:
+    """Raises if a TMA load into tiled shared memory does not begin at a tile of global memory.
+
+    TMA sees a tile's rows as an axis of their own: a box that begins inside one is out of bounds at its end, and the
+    rows there are filled with zeros.
+    """
+    starts: list[int] = []  # of the axes that the source still has
+    for i, transform in enumerate(t for t in src_transforms if isinstance(t, indexing.NDIndexer)):
+        before = starts if i else [0] * len(transform.indices)
+        indices = zip(before, transform.indices, strict=True)
+        starts = [int(start + x.start) for start, x in indices if isinstance(x, indexing.Slice)]
+    for transform in dst_transforms:
+        if isinstance(transform, gpu_core.UntilingTransform) and starts:
+            tiling = transform.tiling
+            if any(start % size for start, size in zip(starts[-len(tiling) :], tiling, strict=True)):
+                raise RuntimeError(f"a TMA load begins at {starts}, which is no multiple of its tiles, {tiling}")
 
 
 def _read(env, var):

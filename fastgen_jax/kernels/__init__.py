@@ -7,6 +7,7 @@ what it offers. This package imports JAX only, so it serves outside the engine t
 import functools
 import importlib
 import logging
+import math
 from typing import Any, Protocol, cast
 
 import jax
@@ -107,7 +108,11 @@ def choose_backend(
 
     block_size: None is each backend's own default. platform: "cpu" or "gpu"; None is JAX's default.
     """
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+    sizes = {"head_dim": head_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for size_name, size in (sizes if block_size is None else sizes | {"block_size": block_size}).items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{size_name}={size!r} is out of range; it must be a whole number from 1")
+    if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     _check_dtype("dtype", dtype)
     refusals: list[str] = []
@@ -117,7 +122,7 @@ def choose_backend(
             head_dim,
             num_heads,
             num_kv_heads,
-            block_size or backend.DEFAULT_BLOCK_SIZE,
+            backend.DEFAULT_BLOCK_SIZE if block_size is None else block_size,
             dtype,
             platform or jax.default_backend(),
         )
@@ -193,12 +198,12 @@ def ragged_attention(
         raise ValueError(
             f"num_splits is {num_splits.dtype}{list(num_splits.shape)}; it must be int32{list(kv_lens.shape)}"
         )
-    if scale <= 0:
-        raise ValueError(f"scale={scale} is out of range; it must be more than 0")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} is out of range; it must be at least 1, or None for no window")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap={softcap} is out of range; it must be more than 0, or None for no cap")
+    if not _is_positive(scale):
+        raise ValueError(f"scale={scale!r} is out of range; it must be a number more than 0")
+    if window is not None and (not isinstance(window, int) or not 1 <= window < 2**31):
+        raise ValueError(f"window={window!r} is out of range; it must be at least 1, or None for no window")
+    if softcap is not None and not _is_positive(softcap):
+        raise ValueError(f"softcap={softcap!r} is out of range; it must be more than 0, or None for no cap")
     chosen = _choose_for(backend, q, k_pool, v_pool)
     return chosen.ragged_attention(
         q,
@@ -238,14 +243,27 @@ def _choose_for(name: str | None, q: Array, k_pool: Array, v_pool: Array) -> Bac
     raise ValueError("; ".join(refusals))
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
 def _check_dtype(name: str, dtype: Any) -> None:
-    if jnp.dtype(dtype).name not in DTYPES:
-        raise ValueError(f"{name} is {jnp.dtype(dtype).name}; it must be one of {', '.join(DTYPES)}")
+    try:
+        found = str(dtype) if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        found = repr(dtype)
+    if found not in DTYPES:
+        raise ValueError(f"{name} is {found}; it must be one of {', '.join(DTYPES)}")
 
 
 def _check_rank(name: str, array: Array, rank: int, form: str) -> None:
-    if array.ndim != rank:
-        raise ValueError(f"{name} has shape {array.shape}; it must have {rank} dimensions, {form}")
+    if not hasattr(array, "shape"):
+        raise TypeError(f"{name} is {type(array).__name__}; it must be an array, {form}")
+    if len(array.shape) != rank:
+        plural = "dimension" if rank == 1 else "dimensions"
+        raise ValueError(f"{name} has shape {array.shape}; it must have {rank} {plural}, {form}")
+    if 0 in array.shape:
+        raise ValueError(f"{name} has shape {array.shape}; none of its dimensions may be 0")
 
 
 def _check_rows(cu_q_lens: Array, kv_lens: Array, block_tables: Array) -> None:

@@ -76,11 +76,11 @@ class MosaicGpu:
     ) -> str | None:
         """None if it can run this, else the reason why not."""
         group = num_heads // num_kv_heads
-        if self.target is None:
-            return f"it needs an NVIDIA GPU, and JAX sees none here (platform {platform})"
+        if self.target is None or (platform != "gpu" and self.interpret is None):
+            return f"it needs an NVIDIA GPU, and this is for platform={platform!r}"
         if self.target.capability not in SMEM_BYTES:
-            has, known = ("{}.{}".format(*c) for c in (self.target.capability, max(SMEM_BYTES)))
-            return f"there are no kernels for compute capability {has}, only for 8.0, 8.6, 8.9, 9.0 and {known}"
+            has, *known = ("{}.{}".format(*c) for c in (self.target.capability, *SMEM_BYTES))
+            return f"there are no kernels for compute capability {has}, only for {', '.join(known)}"
         if jnp.dtype(dtype).name not in DTYPES:
             return f"its kernels are for {' and '.join(DTYPES)}, not {jnp.dtype(dtype).name}, which runs on 'xla'"
         if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
@@ -193,11 +193,11 @@ class MosaicGpu:
         group, kernels = num_heads // num_kv_heads, self.kernels
         sizes = (q.dtype, head_dim, num_heads, num_kv_heads, block_size)
         configure = partial(self.config, scale=scale, window=window, softcap=softcap)
-        # [K, T * G, D]: a tile of queries and the heads that share its keys are rows that lie together. Behind the
-        # end are the rows that the last tile may read beyond it; they are copied by eights.
+        # [K, T * G, D]: a tile of queries and the heads that share its keys are rows that lie together. The rows
+        # behind the end are what the last tile may read beyond it.
         q = _pad_dim(q.reshape(num_tokens, num_kv_heads, group, head_dim), pool_dim)
         q = q.swapaxes(0, 1).reshape(num_kv_heads, num_tokens * group, pool_dim)
-        q = jnp.pad(q, ((0, 0), (0, kernels.QUERY_PADDING + -num_tokens * group % 8), (0, 0)))
+        q = jnp.pad(q, ((0, 0), (0, kernels.QUERY_PADDING), (0, 0)))
 
         with jax.named_scope("tiles"):
             config = configure(False, *sizes)

@@ -72,14 +72,14 @@ def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> Non
         out, partial_out, partial_lse, *scratch = refs
     else:
         (out, *scratch), partial_out, partial_lse = refs, None, None
-    q_s, k_s, v_s, o_s, lse_s, q_ready, k_ready, v_ready, consumed, cleared = scratch
+    q_s, k_s, v_s, o_s, lse_s, k_ready, v_ready, consumed, cleared = scratch
     num_kv_heads = q.shape[0]
     wg = lax.axis_index("wg")
 
     @pl.when(wg == c.num_warpgroups)
     def _produce() -> None:
         if c.num_warpgroups > 1:
-            plgpu.set_max_registers(32, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")  # 24 + 2 * 240: what the block was launched with, 3 * 168
 
         def unit(item: Array, head: Array, step: Array) -> Array:
             num_stages, _, first_key = stages_of(c, items, item)
@@ -115,11 +115,14 @@ def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> Non
 
         def unit(item: Array, head: Array, step: Array) -> Array:
             first_row = (items[item, work.TOKEN] + wg * c.warpgroup_tokens) * c.group
-            plgpu.copy_gmem_to_smem(q.at[head, pl.ds(first_row, ROWS)], queries, q_ready.at[wg])
-            position = items[item, work.POSITION] + wg * c.warpgroup_tokens
-            kv_stop = items[item, work.KV_STOP]
+            # Not by TMA: it takes rows by eights, and an item begins at any token.
+            layout = plgpu.Layout.SMEM_GMEM_COPY((ROWS, c.tile_columns), c.dtype, 2 * c.tile_columns)
+            for column in range(0, c.head_dim, c.tile_columns):
+                columns = pl.ds(column, c.tile_columns)
+                part = plgpu.load(q.at[head, pl.ds(first_row, ROWS), columns], layout=layout, optimized=False)
+                queries[:, columns] = part
+            plgpu.commit_smem()
             num_stages, num_masked, first_key = stages_of(c, items, item)
-            plgpu.barrier_wait(q_ready.at[wg])
 
             def stage(i: Array, carry: tuple[Array, Array, Array], *, masked: bool) -> tuple[Array, Array, Array]:
                 acc, m, l = carry
@@ -131,15 +134,19 @@ def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> Non
                     return scores[...]
 
                 scores = pl.run_scoped(dot_keys, plgpu.ACC((ROWS, c.kv_tile), jnp.float32))
-                seen = visible(c, position, first_key(i), kv_stop, plgpu.Layout.WGMMA) if masked else None
+                seen = None
+                if masked:  # read for each stage, not kept: registers are scarce
+                    position, kv_stop = items[item, work.POSITION], items[item, work.KV_STOP]
+                    own = position + wg * c.warpgroup_tokens
+                    seen = visible(c, own, first_key(i), kv_stop, plgpu.Layout.WGMMA)
                 p, acc, m, l = weigh(c, scores, seen, acc, m, l)
                 p = p.astype(c.dtype)
                 plgpu.barrier_wait(v_ready.at[slot])
                 if masked:
 
-                    @pl.when(is_edge(c, first_key(i), items[item, work.POSITION], kv_stop))
+                    @pl.when(is_edge(c, first_key(i), position, kv_stop))
                     def _() -> None:
-                        clear_values(item, first_key(i), kv_stop, slot)
+                        clear_values(first_key(i), position, kv_stop, slot)
 
                 def dot_values(acc: Any) -> None:
                     plgpu.wgmma(acc, p, v_s.at[slot])
@@ -170,13 +177,13 @@ def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> Non
                 store_lse(items, item, head, m + jnp.log2(l), lse_s.at[wg], partial_lse)
             return step + num_stages
 
-        def clear_values(item: Array, first_key: Array, kv_stop: Array, slot: Array) -> None:
+        def clear_values(first_key: Array, position: Array, kv_stop: Array, slot: Array) -> None:
             """Zero the values of a stage that no query sees; each warpgroup a part, and none reads before all did."""
             num_rows = c.kv_tile // c.num_warpgroups
             for column in range(0, c.head_dim, c.tile_columns):  # one at a time, to take few registers
                 part = v_s.at[slot].at[pl.ds(wg * num_rows, num_rows), pl.ds(column, c.tile_columns)]
                 row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA)
-                clear_unseen(c, part, first_key + wg * num_rows + row, items[item, work.POSITION], kv_stop)
+                clear_unseen(c, part, first_key + wg * num_rows + row, position, kv_stop)
             plgpu.commit_smem()
             if c.num_warpgroups > 1:
                 plgpu.barrier_arrive(cleared)
@@ -196,7 +203,6 @@ def scratch_types(c: Config) -> list[Any]:
         # Eight columns more than are used, so that threads that store to different rows meet different banks.
         plgpu.SMEM((c.num_warpgroups, ROWS, c.store_columns + 8), c.store_dtype),
         plgpu.SMEM((c.num_warpgroups, LSE_COLUMNS), jnp.float32),
-        plgpu.Barrier(num_barriers=c.num_warpgroups),
         plgpu.Barrier(num_arrivals=num_copies, num_barriers=c.num_stages),
         plgpu.Barrier(num_arrivals=num_copies, num_barriers=c.num_stages),
         plgpu.Barrier(num_arrivals=c.num_warpgroups, num_barriers=c.num_stages),

@@ -18,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fastgen_jax.kernels import mosaic_gpu_common, work
 from fastgen_jax.kernels.mosaic_gpu_common import (
-    LSE_COLUMNS,
     MASKED,
     ROWS,
     block_of,
@@ -30,8 +29,6 @@ from fastgen_jax.kernels.mosaic_gpu_common import (
     visible,
     weigh,
 )
-
-__all__ = ["LSE_COLUMNS", "QUERY_PADDING", "Config", "config", "launch"]
 
 QUERY_PADDING = ROWS
 """Rows of q behind the last token's, which the last tile may read."""

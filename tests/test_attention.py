@@ -6,6 +6,7 @@ the kernel's waits allow (mosaic_interpreter.py): the kernels that run here are 
 
 import doctest
 import functools
+import itertools
 import time
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import pytest
 from mosaic_interpreter import extended_interpreter, interpret_params
 
 from fastgen_jax import kernels
-from fastgen_jax.kernels import Backend, choose_backend, get_backend, mosaic_gpu, ragged_attention
+from fastgen_jax.kernels import Backend, choose_backend, get_backend, mosaic_gpu, ragged_attention, reference
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}  # of the result's scale
 
@@ -257,6 +258,24 @@ def test_float32_decode_over_4096_keys_is_exact_to_1e_5(backend: str):
     assert np.abs(attend(case, batch, backend) - oracle(case, batch)).max() < 1e-5
 
 
+@pytest.mark.parametrize("num_splits", range(1, 17))
+def test_combined_splits_are_dense_attention(num_splits: int):
+    """The published guide's check: 8 heads, D 128, 4096 keys, 1 to 16 splits."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 128), (4096, 8, 128), (4096, 8, 128)))
+
+    def attention(keys: slice) -> tuple[jax.Array, jax.Array]:
+        scores = jnp.einsum("hd,chd->hc", q, k[keys], precision="highest") * 128**-0.5
+        weights = jax.nn.softmax(scores)
+        return jnp.einsum("hc,chd->hd", weights, v[keys], precision="highest"), jax.nn.logsumexp(scores, axis=-1)
+
+    bounds = np.linspace(0, 4096, num_splits + 1).astype(int)
+    outs, lses = zip(*(attention(slice(*pair)) for pair in itertools.pairwise(bounds)), strict=True)
+    with jax.numpy_rank_promotion("allow"):
+        combined = reference.combine(jnp.stack(outs), jnp.stack(lses))
+    assert np.abs(combined - attention(slice(None))[0]).max() < 1e-5
+
+
 @pytest.mark.parametrize("backend", ANYWHERE)
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_write_kv_fills_the_named_slots_and_drops_the_rest(backend: str, block_size: int):
@@ -341,7 +360,38 @@ BAD_MODELS = [
     ({"name": "cuda"}, "backend='cuda' does not exist; the backends are mosaic_gpu, xla, reference"),
     ({"num_heads": 8}, "num_heads=8 is not a multiple of num_kv_heads=3"),
     ({"dtype": "float64"}, "dtype is float64; it must be one of float32, bfloat16, float16"),
+    ({"dtype": "foo"}, "dtype is 'foo'; it must be one of float32, bfloat16, float16"),
+    ({"block_size": 0}, "block_size=0 is out of range; it must be a whole number from 1"),
+    ({"num_kv_heads": 0}, "num_kv_heads=0 is out of range; it must be a whole number from 1"),
+    ({"head_dim": 64.0}, "head_dim=64.0 is out of range; it must be a whole number from 1"),
+    (
+        {"name": "mosaic_gpu", "platform": "cpu"},
+        "backend='mosaic_gpu' cannot run: it needs an NVIDIA GPU, and this is for platform='cpu'",
+    ),
 ]
+
+
+BAD_GPU_MODELS = [
+    ({"head_dim": 68}, "head_dim=68 is not a multiple of 8 up to 256"),
+    ({"head_dim": 512}, "head_dim=512 is not a multiple of 8 up to 256"),
+    ({"block_size": 48}, "block_size=48 is not one of 16, 32, 64, 128"),
+    ({"num_heads": 34, "num_kv_heads": 2}, "17 query heads share a KV head, and 16 is the most"),
+    ({"dtype": "float32"}, "its kernels are for bfloat16 and float16, not float32, which runs on 'xla'"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), BAD_GPU_MODELS)
+def test_the_gpu_backend_says_what_it_cannot_run(change: dict, sentence: str):
+    model = {"head_dim": 64, "num_heads": 8, "num_kv_heads": 2, "block_size": 64, "dtype": "bfloat16"}
+    for gpu in GPUS.values():
+        assert gpu.supported(**model, platform="gpu") is None
+        assert gpu.supported(**{**model, **change}, platform="gpu") == sentence
+
+
+def test_the_gpu_backend_names_the_chips_it_has_kernels_for():
+    turing = mosaic_gpu.MosaicGpu(mosaic_gpu.Target((7, 5), 40, 65536))
+    reason = turing.supported(64, 8, 2, 64, "bfloat16", "gpu")
+    assert reason == "there are no kernels for compute capability 7.5, only for 8.0, 8.6, 8.9, 9.0, 10.0"
 
 
 @pytest.mark.parametrize(("change", "sentence"), BAD_MODELS)
@@ -390,6 +440,11 @@ BAD_ARGUMENTS = [
     ({"window": 0}, "window=0 is out of range; it must be at least 1, or None for no window"),
     ({"softcap": 0.0}, "softcap=0.0 is out of range; it must be more than 0, or None for no cap"),
     ({"backend": "cuda"}, "backend='cuda' does not exist; the backends are mosaic_gpu, xla, reference"),
+    ({"scale": float("nan")}, "scale=nan is out of range; it must be a number more than 0"),
+    ({"scale": 0.0}, "scale=0.0 is out of range; it must be a number more than 0"),
+    ({"window": 1.5}, "window=1.5 is out of range; it must be at least 1, or None for no window"),
+    ({"q": jnp.zeros((0, 4, 16))}, "q has shape (0, 4, 16); none of its dimensions may be 0"),
+    ({"num_splits": jnp.zeros(3, jnp.int32)}, "num_splits is int32[3]; it must be int32[2]"),
 ]
 
 

@@ -370,3 +370,22 @@ def test_an_error_ends_all_threads():
     threads = Threads([lambda: threads.wait_until(lambda: False, "ever"), fail, fail], lambda _: False)
     with pytest.raises(ValueError, match="one"):
         threads.run()
+
+
+@pytest.mark.parametrize("first", [0, 8, 4])
+def test_a_tma_load_into_tiles_begins_at_a_tile(first: int):
+    """On a GPU the rows past the first tile's end would be zeros."""
+
+    def body(x, out, smem, ready):
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(first, N)], smem, ready)
+        plgpu.barrier_wait(ready)
+        out[...] = load(smem, WGMMA).astype(jnp.float32)
+
+    x = jnp.arange(2 * N * N, dtype=jnp.bfloat16).reshape(2 * N, N)
+    with extended_interpreter():
+        if first % 8:
+            with pytest.raises(Exception, match="no multiple of its tiles"):
+                run(body, (x,), [tile(), plgpu.Barrier()]).block_until_ready()
+        else:
+            got = run(body, (x,), [tile(), plgpu.Barrier()])
+            np.testing.assert_array_equal(got, x[first : first + N].astype(jnp.float32))

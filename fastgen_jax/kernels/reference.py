@@ -58,6 +58,15 @@ def write_kv(k_pool: Array, v_pool: Array, k: Array, v: Array, slot_mapping: Arr
     return write(k_pool, k), write(v_pool, v)
 
 
+def combine(outs: Array, lses: Array) -> Array:
+    """The output over all keys from those over splits of them: the definition of Dynamic SplitKV's second kernel.
+
+    outs: [Z, .., D], each normalised over its own keys. lses: [Z, ..], their log-sum-exps (natural logarithm).
+    """
+    weights = jnp.exp(lses - lses.max(axis=0))
+    return jnp.sum(weights[..., None] * outs, axis=0) / jnp.sum(weights, axis=0)[..., None]
+
+
 def ragged_attention(
     q: Array,
     k_pool: Array,

@@ -6,10 +6,12 @@
     compiled.memory_analysis()
 
 needs the extra `plan`: JAX's CUDA plugin and NVIDIA's assembler, and no driver. Under `default_device` the Pallas
-kernels in `step` are lowered for that GPU too. Such a program cannot run, and it is not autotuned.
+kernels in `step` are lowered for that GPU too. Such a program cannot run, and it is not autotuned. A process
+should compile for one GPU only: after kernels for an older one, ptxas is asked for the wrong chip and refuses.
 """
 
 import importlib.util
+import json
 import re
 import shutil
 from pathlib import Path
@@ -85,7 +87,7 @@ def target_config(gpu: Gpu) -> str:
         }}
         platform_name: "CUDA"
         dnn_version_info {{ major: 9 minor: 8 }}
-        device_description_str: "{gpu.name}"
+        device_description_str: {json.dumps(gpu.name)}
     """
 
 

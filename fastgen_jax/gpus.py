@@ -129,7 +129,7 @@ GPUS = {
         num_sms=132,
         clock_ghz=1.98,
         l2_bytes=52_428_800,
-        memory_bytes=151_397_597_184,
+        memory_bytes=150_109_106_995,  # 139.80 GiB, by public out-of-memory messages; nominal are 141
         bandwidth_gb_s=4800,
         bf16_tflops=989.4,
         fp16_tflops=989.4,
@@ -158,8 +158,8 @@ def get_gpu(name: str) -> Gpu:
     if name.lower() in GPUS:
         return GPUS[name.lower()]
     if not name.endswith(".json"):
-        close = difflib.get_close_matches(name.lower(), GPUS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        close = _closest(name.lower())
+        hint = f"did you mean {close!r}? " if close else ""
         raise ValueError(
             f"gpu={name!r} is not known; {hint}the GPUs are {', '.join(GPUS)}, or a .json file that describes one"
         )
@@ -175,6 +175,12 @@ def get_gpu(name: str) -> Gpu:
     return _from_fields(str(path), fields)
 
 
+def _closest(name: str) -> str | None:
+    """The GPU that may be meant: the first whose name goes on from this one, else one spelled alike."""
+    longer = [gpu for gpu in GPUS if name and gpu.startswith(name)]
+    return next(iter(longer or difflib.get_close_matches(name, GPUS, n=1)), None)
+
+
 def _from_fields(path: str, fields: Mapping[str, Any]) -> Gpu:
     kinds = {field.name: field.type for field in dataclasses.fields(Gpu)}
     if unknown := sorted(set(fields) - set(kinds)):
@@ -182,15 +188,26 @@ def _from_fields(path: str, fields: Mapping[str, Any]) -> Gpu:
     if missing := sorted(set(kinds) - set(fields)):
         raise ValueError(f"{path} lacks the field {missing[0]!r}; the fields are {', '.join(kinds)}")
     capability = fields["capability"]
-    if not isinstance(capability, list) or tuple(capability) not in LIMITS:
+    if not _is_pair_of_ints(capability) or tuple(capability) not in LIMITS:
         known = ", ".join(str(list(pair)) for pair in LIMITS)
         raise ValueError(f"capability={capability!r} in {path} is not supported; it must be one of {known}")
     for name, kind in kinds.items():
         value = fields[name]
         if kind is str and not isinstance(value, str):
             raise ValueError(f"{name}={value!r} in {path} must be a string")
-        wanted: Any = int if kind is int else (int, float)
-        if kind in (int, float) and (isinstance(value, bool) or not isinstance(value, wanted) or value <= 0):
-            kind_name = "whole number" if kind is int else "number"
-            raise ValueError(f"{name}={value!r} in {path} must be a {kind_name} above 0")
+        if kind in (int, float):
+            _check_number(path, name, value, whole=kind is int)
     return Gpu(**{**fields, "capability": tuple(capability)})
+
+
+def _is_pair_of_ints(value: Any) -> bool:
+    return isinstance(value, list) and [type(part) for part in value] == [int, int]
+
+
+def _check_number(path: str, name: str, value: Any, *, whole: bool) -> None:
+    """Above 0, and what fits into XLA's description of a GPU: 64 bits for sizes, 32 for the rest. NaN is neither."""
+    bits = 63 if name.endswith("_bytes") else 31
+    wanted: Any = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, wanted) or not 0 < value < 2**bits:
+        kind = "whole number" if whole else "number"
+        raise ValueError(f"{name}={value!r} in {path} must be a {kind} above 0 and below 2**{bits}")

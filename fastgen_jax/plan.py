@@ -23,6 +23,11 @@ MEM_FRACTION = 0.75
 MAX_TP = 64
 
 
+def size_text(num_bytes: int) -> str:
+    """In GB, less than a tenth of one in MB."""
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
+
+
 @dataclass(frozen=True)
 class Request:
     """What is planned. config: fields of `EngineConfig`."""
@@ -58,11 +63,12 @@ def plan(
     gpu: a name of `gpus.GPUS`, or a .json file with the fields of `gpus.Gpu`.
     tp: devices that share the model.
     mem_fraction: what XLA_CLIENT_MEM_FRACTION will be.
-    show_progress: a bar on stderr while compiling; None is where stderr is a terminal.
+    show_progress: a bar on stderr while compiling; None is a bar where stderr is a terminal, and a line elsewhere.
     config: fields of `EngineConfig`; `gpu_memory_utilization` is of what JAX takes.
 
-    Takes a minute or two for a model of 7B parameters on two cores, and the extra `plan`. Raises ValueError with one
-    sentence for what is unknown or cannot be; that something does not fit is an answer, not an error.
+    Takes a few minutes for a model of 7B parameters on two quiet cores (max_num_batched_tokens=16 has one bucket and is
+    quick), and the extra `plan`. Raises ValueError with one sentence for what is unknown or cannot be, and
+    ChildProcessError if compiling broke down; that something does not fit is an answer, not an error.
     """
     request = Request(model, gpu, tp, mem_fraction, config, show_progress)
     with tempfile.TemporaryDirectory(prefix="fastgen-plan-") as folder:

@@ -15,7 +15,7 @@ from fastgen_jax.checkpoint.config_only import read_config
 from fastgen_jax.compiler_output import count_launches
 from fastgen_jax.deviceless import compile_only_device, record_shared_memory
 from fastgen_jax.gpus import get_gpu
-from fastgen_jax.plan import MAX_TP, Request
+from fastgen_jax.plan import MAX_TP, Request, size_text
 from fastgen_jax.programs import Key, Programs
 from fastgen_jax.sizing import Sizing, compile_all, num_bytes
 from fastgen_jax.types import EngineConfig
@@ -24,6 +24,9 @@ CONTEXT = 1024
 """Tokens of each sequence in the roofline of a decode step."""
 
 SEQUENCE_LENGTHS = (1024, 4096, 16384)
+
+MORE_MEMORY = 0.9
+"""A share of the GPU's memory that JAX can be given where nothing else runs on it."""
 
 USUAL_LEN = 4096
 """Room that an alternative must have for a sequence, where no length was asked for."""
@@ -37,11 +40,13 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
     config = EngineConfig(**request.config)
     gpu, hf_config = get_gpu(request.gpu), read_config(request.model)
 
-    def sized(tp: int, dtype: str | None) -> Sizing:
+    def sized(
+        tp: int = request.tp, dtype: str | None = config.dtype, mem_fraction: float = request.mem_fraction
+    ) -> Sizing:
         other = EngineConfig(**{**request.config, "dtype": dtype})
-        return Sizing(hf_config, gpu, other, tp=tp, mem_fraction=request.mem_fraction)
+        return Sizing(hf_config, gpu, other, tp=tp, mem_fraction=mem_fraction)
 
-    sizing = sized(request.tp, config.dtype)
+    sizing = sized()
     report = {
         "model": request.model,
         "gpu": request.gpu,
@@ -50,6 +55,7 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
         "tp": request.tp,
         "dtype": sizing.dtype,
         "backend": sizing.backend.NAME,
+        "backend_reason": sizing.backend_reason,
         "jax": jax.__version__,
         "block_size": sizing.block_size,
         "max_num_seqs": sizing.max_num_seqs,
@@ -60,7 +66,7 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
         "weights_bytes": sizing.weights_bytes,
         "block_bytes": sizing.block_bytes,
     }
-    planner = _Planner(sizing, sized, request.show_progress)
+    planner = _Planner(request, sizing, sized)
     report |= planner.sizes()
     return report | planner.programs() if report["fits"] and every_bucket else report
 
@@ -68,16 +74,16 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
 class _Planner:
     """The parts of a report that take the compiler."""
 
-    def __init__(self, sizing: Sizing, sized: Callable[[int, str | None], Sizing], show_progress: bool | None):
-        """sized: the same with another tp and dtype."""
-        self.sizing, self.sized, self.show = sizing, sized, show_progress
+    def __init__(self, request: Request, sizing: Sizing, sized: Callable[..., Sizing]):
+        """sized: the same with another `tp`, `dtype` or `mem_fraction`."""
+        self.request, self.sizing, self.sized = request, sizing, sized
         self.device = compile_only_device(sizing.gpu)
         self.num_blocks = 0
 
     def sizes(self) -> dict[str, Any]:
         """Whether it fits, and what it takes or lacks."""
         s = self.sizing
-        weights, least = f"{_gb(s.weights_bytes)} of weights", 2 * s.block_bytes  # a block, and the null block
+        weights, least = f"{size_text(s.weights_bytes)} of weights", 2 * s.block_bytes  # a block, and the null block
         if s.free_bytes < least:
             return self.does_not_fit(f"{weights} and two blocks of KV", least - s.free_bytes)
         step = 0
@@ -94,31 +100,35 @@ class _Planner:
             self.num_blocks = s.fit_blocks(step_bytes)
         except ValueError:
             return self.does_not_fit(
-                f"{weights}, {_gb(step)} for a step and two blocks of KV", least + step - s.free_bytes, step
+                f"{weights}, {size_text(step)} for a step and two blocks of KV", least + step - s.free_bytes, step
             )
         max_model_len = s.max_model_len(self.num_blocks)
         if s.config.max_model_len is not None and max_model_len < s.wanted_len:
-            needs = f"{weights}, {_gb(step)} for a step and the KV of one sequence of {s.wanted_len:,} tokens"
+            needs = f"{weights}, {size_text(step)} for a step and the KV of one sequence of {s.wanted_len:,} tokens"
             blocks = 1 + s.blocks_for(s.wanted_len - 1)
             return self.does_not_fit(needs, blocks * s.block_bytes + step - s.free_bytes, step, max_model_len)
         return {"fits": True, "step_bytes": step} | self.pool(max_model_len)
 
     def compile(self, title: str, programs: Programs, keys: list[Key]) -> dict[Key, float]:
-        with progress.bar(title, len(keys), self.show, "programs") as advance:
+        show = self.request.show_progress
+        if show is None and not progress.is_shown(show):
+            print(f"{title}: {len(keys)} programs to compile", file=sys.stderr, flush=True)
+        with progress.bar(title, len(keys), show, "programs") as advance:
             return compile_all(programs, keys, self.device, advance)
 
     def pool(self, max_model_len: int) -> dict[str, Any]:
         """The pool, and the bounds of what an engine with it can do."""
         s, num_blocks = self.sizing, self.num_blocks
         holds = {n: (num_blocks - 1) // s.blocks_for(n) if n <= s.wanted_len else None for n in SEQUENCE_LENGTHS}
-        context = min(CONTEXT, max_model_len)
+        tokens = (num_blocks - 1) * s.block_size
+        context = min(CONTEXT, s.wanted_len, tokens)
         most = min(s.max_num_seqs, (num_blocks - 1) // s.blocks_for(context))
         bounds = [roofline.decode(s.work, s.gpu, s.dtype, n, context) for n in sorted({1, most})]
         bounds.append(roofline.prompt(s.work, s.gpu, s.dtype, s.config.max_num_batched_tokens))
         return {
             "pool_bytes": num_blocks * s.block_bytes,
             "pool_blocks": num_blocks,
-            "pool_tokens": (num_blocks - 1) * s.block_size,
+            "pool_tokens": tokens,
             "sequences": holds,
             "max_model_len": max_model_len,
             "roofline": [asdict(bound) for bound in bounds],
@@ -156,12 +166,12 @@ class _Planner:
         if shorter:
             would.append({"max_model_len": shorter})
         flags = [f"--{name.replace('_', '-')} {value}" for change in would for name, value in change.items()]
-        hint = f"{' or '.join(flags)} would fit" if flags else "no other tp, dtype or length would fit either"
+        hint = f"{' or '.join(flags)} would fit" if flags else "no other tp, dtype, share or length would fit either"
         where = f"{s.gpu.name}, each of {s.tp}" if s.tp > 1 else s.gpu.name
-        message = (
-            f"does not fit: {needs} are {_gb(short)} more than the {_gb(s.budget_bytes)} to use on {where}; {hint}"
-        )
-        return {"fits": False, "short_bytes": short, "would_fit": would, "message": message}
+        more = f"{size_text(short)} more than the {size_text(s.budget_bytes)} to use on {where}"
+        message = f"does not fit: {needs} are {more}; {hint}"
+        nothing = {"pool_bytes": 0, "pool_blocks": 0, "buckets": []}
+        return {"fits": False, "short_bytes": short, "would_fit": would, "message": message} | nothing
 
     def alternatives(self, step: int) -> list[dict[str, Any]]:
         """Single changes after which weights, a step and one sequence fit, by arithmetic.
@@ -170,9 +180,9 @@ class _Planner:
         """
         s = self.sizing
 
-        def fits(tp: int, dtype: str) -> bool:
+        def fits(**change: Any) -> bool:
             try:
-                other = self.sized(tp, dtype)
+                other = self.sized(**change)
             except ValueError:  # this tp does not divide the heads
                 return False
             length = s.config.max_model_len or min(s.wanted_len, USUAL_LEN)
@@ -180,15 +190,13 @@ class _Planner:
             return other.free_bytes >= (step or other.budget_bytes // 50) + blocks * other.block_bytes
 
         tps = (tp for tp in range(s.tp + 1, MAX_TP + 1) if s.model_config.num_kv_heads * s.tp % tp == 0)
-        shared = next((tp for tp in tps if fits(tp, s.dtype)), None)
+        shared = next((tp for tp in tps if fits(tp=tp)), None)
         found: list[dict[str, Any]] = [] if shared is None else [{"tp": shared}]
-        if s.dtype == "float32" and fits(s.tp, "bfloat16"):
+        if s.dtype == "float32" and fits(dtype="bfloat16"):
             found.append({"dtype": "bfloat16"})
+        if self.request.mem_fraction < MORE_MEMORY and fits(mem_fraction=MORE_MEMORY):
+            found.append({"mem_fraction": MORE_MEMORY})
         return found
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB"
 
 
 def _is_ours(error: ValueError) -> bool:

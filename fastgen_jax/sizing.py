@@ -55,20 +55,25 @@ class Shard:
         return -(-self.whole.vocab_size // self.tp)
 
 
-def backend_for(gpu: Gpu, model_config: Any, dtype: str, config: EngineConfig) -> Backend:
-    """The attention backend of an engine on this GPU."""
+def backend_for(gpu: Gpu, model_config: Any, dtype: str, config: EngineConfig) -> tuple[Backend, str | None]:
+    """The attention backend of an engine on this GPU, and why it is not the GPU's own; None if it is, or was not asked.
+
+    ValueError, one sentence, where the backend that was asked for cannot run.
+    """
+    reason = None
     heads = {name: getattr(model_config, name) for name in ("head_dim", "num_heads", "num_kv_heads")}
     if config.backend in (None, mosaic_gpu.NAME):
         backend = MosaicGpu(Target(gpu.capability, gpu.num_sms, gpu.limits.shared_per_block))
         block_size = config.block_size or backend.DEFAULT_BLOCK_SIZE
         reason = backend.supported(**heads, block_size=block_size, dtype=jnp.dtype(dtype), platform="gpu")
         if reason is None:
-            return backend
+            return backend, None
         if config.backend is not None:
             raise ValueError(f"backend={config.backend!r} cannot run: {reason}")
-    return kernels.choose_backend(
+    other = kernels.choose_backend(
         config.backend or "xla", **heads, block_size=config.block_size, dtype=jnp.dtype(dtype), platform="gpu"
     )
+    return other, reason
 
 
 class Sizing:
@@ -87,7 +92,7 @@ class Sizing:
             raise ValueError(f"max_model_len={self.wanted_len} is more than the model's {longest} positions")
         self.model_config = Shard(whole, tp) if tp > 1 else whole
         self.dtype = config.dtype or "bfloat16"  # an engine's choice on a GPU
-        self.backend = backend_for(gpu, self.model_config, self.dtype, config)
+        self.backend, self.backend_reason = backend_for(gpu, self.model_config, self.dtype, config)
         self.model = family.Model(self.model_config, self.backend)
         self.params = shapes(self.model, self.dtype)
         self.weights_bytes = num_bytes(self.params)

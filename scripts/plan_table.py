@@ -1,12 +1,15 @@
 """The tables of docs/plan.md: what five models take and could do on four GPUs, and the GPUs' figures.
 
-python scripts/plan_table.py          # the models' table, in Markdown: ten minutes on two cores
-python scripts/plan_table.py --gpus   # the GPUs' table
+python scripts/plan_table.py               # the models' table, in Markdown: twenty minutes on two cores
+python scripts/plan_table.py --card h200   # its lines of one GPU
+python scripts/plan_table.py --gpus        # the GPUs' table
 """
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # read when JAX is first imported
@@ -32,7 +35,8 @@ def row(found: dict[str, Any]) -> tuple[Any, ...]:
         would = ", ".join(f"{name} {value}" for change in found["would_fit"] for name, value in change.items())
         lacks = f"lacks {gb(found['short_bytes'])}; {would or 'nothing'} would fit"
         return *start, "", lacks, *[""] * (len(HEAD) - len(start) - 2)
-    one, most, prompt = found["roofline"]
+    *decodes, prompt = found["roofline"]  # of one sequence, and of as many as there may be: of one, if that is all
+    one, most = decodes[0], decodes[-1]
     return (
         *start,
         f"{found['step_bytes'] / 1e6:.1f}",
@@ -47,14 +51,20 @@ def row(found: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def models_table() -> Iterator[str]:
+def models_table(cards: Sequence[str]) -> Iterator[str]:
+    requests = [Request(model, card, tp, MEM_FRACTION, {}) for model, tp in MODELS.items() for card in cards]
+    yield from header(HEAD)
+    # A process compiles for one GPU only, see `fastgen_jax.deviceless`.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for report in pool.map(sizes, requests):
+            yield line(row(report))
+
+
+def sizes(request: Request) -> dict[str, Any]:
+    """A plan without what only the smaller buckets tell."""
     from fastgen_jax.plan_worker import make_report
 
-    yield from header(HEAD)
-    for model, tp in MODELS.items():
-        for card in CARDS:
-            request = Request(model, card, tp, MEM_FRACTION, {}, show_progress=None)
-            yield line(row(make_report(request, every_bucket=False)))
+    return make_report(request, every_bucket=False)
 
 
 def gpus_table() -> Iterator[str]:
@@ -89,8 +99,9 @@ def header(cells: tuple[str, ...]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", action="store_true", help="print the GPUs' table instead")
+    parser.add_argument("--card", choices=CARDS, help="this GPU's lines only")
     args = parser.parse_args()
-    for text in gpus_table() if args.gpus else models_table():
+    for text in gpus_table() if args.gpus else models_table([args.card] if args.card else CARDS):
         print(text, flush=True)
 
 

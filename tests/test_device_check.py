@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ from fastgen_jax.bench.device.attention import flops
 from fastgen_jax.bench.device.record import FAILED, NO_TIME, OK, Record, new_entry
 from fastgen_jax.bench.device.report import Target
 from fastgen_jax.bench.device.sizes import FULL, REHEARSAL, Decodes, Heads, Prefill
-from fastgen_jax.bench.device.whole_engine import Session, least_work, read_bytes
+from fastgen_jax.bench.device.whole_engine import Session, launch_kinds, least_work, read_bytes
 from fastgen_jax.kernels import mosaic_gpu
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "device_check.py"
@@ -71,6 +73,19 @@ def test_a_rehearsal_measures_what_it_should(rehearsal):
     seconds = [row["seconds"] for rows in measured.values() for row in rows if "seconds" in row]
     assert len(seconds) > 20
     assert min(seconds) > 0
+
+
+def test_a_decode_of_one_is_measured_before_the_other_programs_are_compiled(rehearsal):
+    rows = rehearsal[0]["stages"]["engine"]["rows"]
+    assert [row["of"] for row in rows[:3]] == ["weights", "step", "compile"]
+    assert rows[1]["rows"] == 1
+    assert list(rows[2]["programs"]) == ["backbone 16", "sample 16", "backbone 32"]
+    assert rows[-1]["of"] == "command buffers"
+
+
+def test_a_profiler_that_fails_costs_its_own_answer(monkeypatch):
+    monkeypatch.setattr(jax.profiler, "trace", lambda folder: raise_error(None))
+    assert launch_kinds(lambda: None) == "unknown (ValueError: head_dim=7)"
 
 
 def test_the_table_fits_a_screen(rehearsal):
@@ -172,6 +187,40 @@ def test_the_command_needs_no_package_to_say_what_it_takes(tmp_path):
         [sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert "--budget-s" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--budget-s", "0"], "--budget-s 0 must be a number of seconds above 0"),
+        (["--budget-s", "nan"], "--budget-s nan must be a number of seconds above 0"),
+        (["--budget-s", "inf"], "--budget-s inf must be a number of seconds above 0"),
+        (["--json", "no/such/folder/device.json"], "--json no/such/folder/device.json must be a file in a folder"),
+        (["--json", "."], "--json . must be a file in a folder that exists"),
+    ],
+)
+def test_a_mistake_is_refused_at_the_start(argv, message, monkeypatch, capsys):
+    monkeypatch.setattr(run, "check_device", None)
+    with pytest.raises(SystemExit) as raised:
+        run.main(argv)
+    assert raised.value.code == 2
+    assert f"device_check.py: error: {message}" in capsys.readouterr().err
+
+
+def test_what_torch_refuses_is_a_note(tmp_path, monkeypatch):
+    lines = [{"seconds": 1.0, "bytes": 2}, {"refused": "RuntimeError: no kernel"}]
+    done = SimpleNamespace(stdout="\n".join(map(json.dumps, lines)), stderr="a warning", returncode=0)
+    asked = []
+    monkeypatch.setattr(torch_sdpa.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch_sdpa.subprocess, "run", lambda *args, **kw: asked.extend(json.loads(kw["input"])) or done)
+    record = Record(tmp_path / "stages.json", time.monotonic() + 60)
+    of_16_gib = Decodes(Heads("", 32, 32, 128), ((256, 4096),))
+    cases = [of_16_gib, Decodes(HEADS, ((1, 8),)), Decodes(HEADS, ((2, 8),))]
+    record.run("decode", lambda stage: torch_sdpa.measure(stage, cases))
+    assert [work[-1] for work in asked] == [[8], [8, 8]]
+    entry = record.stages["decode"]
+    assert entry["note"] == "torch refused K=2 2 x 8: RuntimeError: no kernel"
+    assert entry["rows"] == [{"kv_heads": 2, "batch": "1 x 8", "policy": "torch", "seconds": 1.0, "bytes": 2}]
 
 
 def test_absent_packages_are_stood_in_for(monkeypatch):

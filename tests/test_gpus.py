@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from fastgen_jax import deviceless
 from fastgen_jax.gpus import GPUS, LIMITS, get_gpu
 
 A10 = {
@@ -62,6 +63,8 @@ def test_a_file_describes_another(tmp_path):
             "gpu='h201' is not known; did you mean 'h200'? the GPUs are a100-80, l4, rtx4090, h100, h200, b200, or",
         ),
         ("tpu", "gpu='tpu' is not known; the GPUs are a100-80"),
+        ("A100", "gpu='A100' is not known; did you mean 'a100-80'?"),
+        ("", "gpu='' is not known; the GPUs are a100-80"),
         ("nowhere.json", "gpu='nowhere.json' does not exist; give a .json file, or one of a100-80"),
     ],
 )
@@ -84,6 +87,13 @@ def test_an_unknown_gpu_is_one_sentence(name, message):
         (json.dumps(A10 | {"num_sms": 72.5}), "num_sms=72.5"),
         (json.dumps(A10 | {"bandwidth_gb_s": 0}), "must be a number above 0"),
         (json.dumps(A10 | {"bf16_tflops": True}), "bf16_tflops=True"),
+        (json.dumps(A10 | {"bandwidth_gb_s": float("nan")}), "bandwidth_gb_s=nan in"),
+        (json.dumps(A10 | {"bf16_tflops": float("inf")}), "bf16_tflops=inf in"),
+        (json.dumps(A10 | {"memory_bytes": 10**27}), "must be a whole number above 0 and below 2**63"),
+        (json.dumps(A10 | {"num_sms": 2**31}), "must be a whole number above 0 and below 2**31"),
+        (json.dumps(A10 | {"capability": [9.0, 0]}), "capability=[9.0, 0] in"),
+        (json.dumps(A10 | {"capability": [[8, 0]]}), "capability=[[8, 0]] in"),
+        (json.dumps(A10 | {"capability": [[8], 0]}), "capability=[[8], 0] in"),
         (json.dumps(A10 | {"name": 10}), "must be a string"),
     ],
 )
@@ -94,3 +104,12 @@ def test_a_bad_file_is_one_sentence(text, message, tmp_path):
         get_gpu(str(path))
     assert message in str(raised.value)
     assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+def test_a_name_may_hold_anything(tmp_path):
+    name = 'A "quoted"\nGPU of \\ 40 €'
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(A10 | {"name": name}))
+    assert deviceless.compile_only_device(get_gpu(str(path))).device_kind == name

@@ -17,7 +17,7 @@ from fastgen_jax.checkpoint import ALIASES
 from fastgen_jax.checkpoint.config_only import read_config
 from fastgen_jax.compiler_output import Kernel, count_launches, parse_ptxas, shared_memory
 from fastgen_jax.gpus import GPUS
-from fastgen_jax.plan import Request
+from fastgen_jax.plan import Request, size_text
 from fastgen_jax.sizing import Sizing, num_elements
 from fastgen_jax.types import EngineConfig
 
@@ -106,7 +106,7 @@ MODELS = {  # name: layers' matmuls, head, tables of which rows are read, layers
 DATASHEETS = {  # memory as CUDA reports it, bytes/s, bfloat16 FLOP/s
     "l4": (22574 * 2**20, 300e9, 121e12),
     "a100-80": (85_100_068_864, 2039e9, 312e12),
-    "h200": (151_397_597_184, 4.8e12, 989e12),
+    "h200": (139.80 * 2**30, 4.8e12, 989e12),
     "b200": (191_514_411_008, 8e12, 2250e12),
 }
 DOCS = (ROOT / "docs" / "plan.md").read_text()
@@ -320,24 +320,41 @@ def test_without_the_extra_a_sentence_says_how_to_get_it(part, monkeypatch):
 
 # What does not fit, by how much, and what would
 
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
 
 @pytest.mark.parametrize(
-    ("model", "gpu", "mem_fraction", "dtype", "short_gb", "would_fit"),
+    ("model", "gpu", "mem_fraction", "config", "short_gb", "would_fit"),
     [
-        ("opt-13b", "l4", 0.75, "bfloat16", 25.71 + 0.1 - 15.98, [{"tp": 2}]),
-        ("llama2-7b", "rtx4090", 0.75, "float32", 26.95 + 0.13 - 17.14, [{"tp": 2}, {"dtype": "bfloat16"}]),
-        ("qwen2.5-0.5b", "l4", 0.02, "bfloat16", 0.988 - 0.426, []),
+        ("opt-13b", "l4", 0.75, {}, 25.71 + 0.1 - 15.98, [{"tp": 2}]),
+        (
+            *("llama2-7b", "rtx4090", 0.75, {"dtype": "float32"}),
+            *(26.95 + 0.13 - 17.14, [{"tp": 2}, {"dtype": "bfloat16"}]),
+        ),
+        ("qwen2.5-0.5b", "l4", 0.02, {}, 0.988 - 0.426, [{"mem_fraction": 0.9}]),
+        ("qwen2.5-0.5b", "l4", 0.75, {"gpu_memory_utilization": 0.01}, 0.988 - 0.1775, []),
     ],
 )
-def test_what_does_not_fit_says_what_would(model, gpu, mem_fraction, dtype, short_gb, would_fit, monkeypatch):
+def test_what_does_not_fit_says_what_would(model, gpu, mem_fraction, config, short_gb, would_fit, monkeypatch):
     monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
-    found = in_process(model, gpu, tp=1, mem_fraction=mem_fraction, show_progress=False, dtype=dtype)
+    found = in_process(model, gpu, tp=1, mem_fraction=mem_fraction, show_progress=False, **config)
     assert not found["fits"]
     assert found["short_bytes"] / 1e9 == pytest.approx(short_gb, rel=0.02)
     assert found["would_fit"] == would_fit
     lines = list(cli_plan.describe(found))
     assert lines[-1].startswith("does not fit: ")
-    assert all(f"--{name} {value}" in lines[-1] for change in would_fit for name, value in change.items())
+    flags = [f"--{name.replace('_', '-')} {value}" for change in would_fit for name, value in change.items()]
+    assert f"; {' or '.join(flags) or 'no other tp, dtype, share or length'} would fit" in lines[-1]
+    assert (found["pool_bytes"], found["pool_blocks"], found["buckets"]) == (0, 0, [])
 
 
 @pytest.mark.parametrize(
@@ -357,22 +374,74 @@ def test_a_pool_too_small_is_one_sentence(config, step, expected, monkeypatch):
     assert expected in found["message"]
     shorter = [change for change in found["would_fit"] if "max_model_len" in change]
     assert len(shorter) == ("max_model_len" in config)
+    assert {"mem_fraction": 0.9} in found["would_fit"]
     if shorter:
         assert shorter[0]["max_model_len"] == (int((2.501e9 - step) / (64 * 524288)) - 1) * 64 + 1
 
 
+@pytest.mark.parametrize("num_tokens", [64, 128, 4096])
+def test_a_pool_of_any_size_has_bounds(num_tokens, monkeypatch):
+    """Llama-2-7B on an L4 leaves 2.50 GB, and 64 tokens are 34 MB: the step leaves room for so many and block 0."""
+    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    monkeypatch.setattr(plan_worker, "compile_all", lambda *args: {})
+    step = sizing(read_config("llama2-7b"), "l4").free_bytes - (num_tokens + 64) * 524288
+    programs = SimpleNamespace(buckets=[512], row_buckets=[256], largest_step_bytes=lambda: step)
+    monkeypatch.setattr(Sizing, "programs", lambda *args: programs)
+    found = in_process("llama2-7b", "l4", tp=1, mem_fraction=0.75, show_progress=False)
+    context, most = min(1024, num_tokens), max(1, num_tokens // 1024)
+    assert found["pool_tokens"] == num_tokens
+    assert [bound["step"] for bound in found["roofline"]] == [
+        *(f"decode, {n} x {context:,} tokens" for n in sorted({1, most})),
+        "prompt, 512 tokens",
+    ]
+    row = SCRIPT["row"](found)
+    assert (len(row), row[12]) == (len(SCRIPT["HEAD"]), most)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0.0 MB"), (34e6, "34.0 MB"), (99.96e6, "100.0 MB"), (100e6, "0.10 GB"), (1.0222e12, "1,022.20 GB")],
+)
+def test_sizes_are_in_gb_or_mb(num_bytes, text):
+    assert size_text(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({}, None),
+        ({"backend": "xla", "dtype": "float32"}, None),
+        ({"dtype": "float32"}, "its kernels are for bfloat16 and float16, not float32, which runs on 'xla'"),
+        ({"block_size": 48}, "block_size=48 is not one of 16, 32, 64, 128"),
+    ],
+)
+def test_why_attention_is_not_the_gpus_own_is_told(config, reason, tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    found = in_process(str(path), "l4", tp=1, mem_fraction=1e-6, show_progress=False, **config)
+    assert found["backend_reason"] == reason
+    assert list(cli_plan.describe(found))[1] == (f"attention is not mosaic_gpu: {reason}" if reason else "")
+
+
+@pytest.mark.parametrize(("dies", "status"), [(False, 3), (True, 1)])
+def test_that_it_does_not_fit_is_no_breakdown(dies, status, tmp_path, monkeypatch, capsys):
+    def plan(*args, **kwargs):
+        if dies:
+            raise ChildProcessError("the process that compiles for l4 ended with status -9; see above why")
+        return in_process(*args, **kwargs)
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    monkeypatch.setattr(cli_plan, "plan", plan)
+    monkeypatch.setattr(cli, "_drop_stdout", lambda: None)
+    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    assert cli.main(["plan", "--gpu", "l4", "--model", str(path), "--mem-fraction", "1e-6"]) == status
+    assert ("ended with status -9" in capsys.readouterr().err) == dies
+
+
 # The whole command
 
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 KEYS = {
     "weights_bytes",
     "pool_bytes",
@@ -395,6 +464,10 @@ def test_the_command_prints_json_of_one_device(tmp_path):
     argv = [sys.executable, "-c", command, "plan", "--model", str(config), "--gpu", "h200", *flags]
     run = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
+    assert run.stderr.splitlines() == [
+        "measuring the largest step: 2 programs to compile",
+        "compiling every bucket: 2 programs to compile",
+    ]
     report.write_text(run.stdout)
     found = json.loads(run.stdout)
     assert set(found) >= KEYS

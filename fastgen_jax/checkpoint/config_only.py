@@ -1,5 +1,6 @@
 """A model's config.json, for when nothing else of it is wanted."""
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,10 @@ def _alias(name: str) -> str:
     by_hub_id = {target: alias for alias, target in ALIASES.items() if isinstance(target, str)}
     alias = by_hub_id.get(name, name.lower())
     if alias not in ALIASES:
+        close = difflib.get_close_matches(alias, ALIASES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(
             f"{name!r} is no folder with a config.json, .json file, .gguf file or alias; "
-            f"the aliases are {', '.join(ALIASES)}"
+            f"{hint}the aliases are {', '.join(ALIASES)}"
         )
     return alias

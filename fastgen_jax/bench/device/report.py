@@ -203,8 +203,8 @@ def _engine_lines(stages: Stages, peak: Peaks | None) -> Iterable[str]:
         if runs:
             yield f"overlap {'on' if overlap else 'off'}: {max(r['tokens'] / r['seconds'] for r in runs):.0f} tokens/s"
     for row in rows_of(stages, "engine", of="command buffers"):
-        in_hlo, in_profile = "yes" if row["in_hlo"] else "no", row["in_profile"] or "unknown"
-        yield f"command buffers: seen in HLO: {in_hlo}; launches seen in a profile: {in_profile}"
+        in_hlo = "yes" if row["in_hlo"] else "no"
+        yield f"command buffers: seen in HLO: {in_hlo}; launches seen in a profile: {row['in_profile']:.60}"
 
 
 def _gap_lines(stages: Stages, _: Peaks | None) -> Iterable[str]:

@@ -23,7 +23,7 @@ def measure(stage: Stage, decodes: Iterable[Decodes]) -> None:
     if importlib.util.find_spec("torch") is None:
         stage.note("torch is not installed")
         return
-    cases = [case for case in decodes if dense_bytes(case) <= MOST_BYTES]
+    cases = [case for case in decodes if dense_bytes(case) < MOST_BYTES]
     works = [[*case.heads[1:], case.kv_lens] for case in cases]
     stage.check_time()
     command = [sys.executable, "-m", __name__]
@@ -35,7 +35,10 @@ def measure(stage: Stage, decodes: Iterable[Decodes]) -> None:
     except subprocess.TimeoutExpired as expired:
         out, failure = _text(expired.stdout), ["no time left"]
     for case, line in zip(cases, out.splitlines(), strict=False):
-        if (found := json.loads(line)) is not None:
+        found = json.loads(line)
+        if "refused" in found:
+            stage.note(f"torch refused K={case.heads.num_kv_heads} {case.name}: {found['refused']:.100}")
+        else:
             stage.add(kv_heads=case.heads.num_kv_heads, batch=case.name, policy="torch", **found)
     if failure:
         stage.note(f"torch: {failure[0]:.200}")
@@ -52,7 +55,7 @@ def dense_bytes(case: Decodes) -> int:
 
 def main() -> None:
     """Read batches [[H, K, D, [tokens of each row]], ..] from stdin; print a line of JSON for each: its seconds, and
-    the bytes of K and V that it reads; null where torch refuses."""
+    the bytes of K and V that it reads; or why torch refused."""
     import torch
 
     if not torch.cuda.is_available():
@@ -61,8 +64,7 @@ def main() -> None:
         try:
             print(json.dumps(_time(*work)), flush=True)
         except RuntimeError as error:
-            print(one_line(error), file=sys.stderr)
-            print("null", flush=True)
+            print(json.dumps({"refused": one_line(error)}), flush=True)
 
 
 def _time(num_heads: int, num_kv_heads: int, head_dim: int, kv_lens: list[int]) -> dict[str, float]:

@@ -5,6 +5,7 @@ import itertools
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jax import Array
 
 from fastgen_jax import Engine, SamplingParams, kernels, models
 from fastgen_jax.batch import Settings
-from fastgen_jax.bench.device.record import Stage
+from fastgen_jax.bench.device.record import Stage, one_line
 from fastgen_jax.bench.device.sizes import Sizes
 from fastgen_jax.bench.device.timing import random_array, seconds_per_call
 from fastgen_jax.checkpoint.config_only import read_config
@@ -79,43 +80,40 @@ class Session:
         return [rng.randrange(self.config.vocab_size) for _ in range(num_tokens)]
 
 
-def compile_programs(engine: Engine, keys: list[tuple[str, int]]) -> dict[str, float]:
-    """Compile, several at once; "name bucket" -> seconds."""
-    programs = engine._runner.programs
-    seconds = compile_all(programs, keys, jax.devices()[0], lambda _: None)
-    return {f"{name} {bucket}": taken for (name, bucket), taken in seconds.items()}
+def compile_programs(engine: Engine, keys: list[tuple[str, int]]) -> tuple[dict[str, float], float]:
+    """Compile, several at once; "name bucket" -> seconds of each, and seconds of all."""
+    start = time.perf_counter()
+    seconds = compile_all(engine._runner.programs, keys, jax.devices()[0], lambda _: None) if keys else {}
+    return {f"{name} {bucket}": taken for (name, bucket), taken in seconds.items()}, _since(start)
 
 
 def measure(stage: Stage, session: Session) -> None:
-    """Rows `weights`, `compile`, `step`, `command buffers`, `generate` and `layers`."""
+    """Rows `weights`, `step`, `compile`, `generate`, `layers` and `command buffers`."""
     sizes = session.sizes
     start = time.perf_counter()
     jax.block_until_ready(session.params)
     stage.add(of="weights", bytes=num_bytes(session.params), step_bytes=read_bytes(session), seconds=_since(start))
 
+    programs, steps = session.runner.programs, Steps(session)
+    few, *more = sizes.decode_rows
+    # A decode of few is what is most wanted: it is measured as soon as its own programs are there.
+    smallest = [("backbone", programs.buckets[0]), ("sample", programs.row_buckets[0])]
+    each, compile_s = compile_programs(session.engine, smallest)
+    steps.measure(stage, "decode", [(1, sizes.decode_context - 1)] * few)
+    stage.check_time()
+    keys = [("backbone", bucket) for bucket in programs.buckets] + [("sample", rows) for rows in programs.row_buckets]
+    others, others_s = compile_programs(session.engine, [key for key in keys if key not in smallest])
     start = time.perf_counter()
-    programs = session.runner.programs
-    keys = [("backbone", bucket) for bucket in programs.buckets]
-    keys += [("sample", bucket) for bucket in programs.row_buckets]
-    each = compile_programs(session.engine, keys)
-    compile_s, start = _since(start), time.perf_counter()
-    steps = Steps(session)
     for bucket in programs.buckets:  # loads them
         steps.run(steps.plan([(bucket, 0)]))
-    stage.add(of="compile", programs=each, seconds=compile_s, first_steps_s=_since(start))
+    stage.add(of="compile", programs=each | others, seconds=compile_s + others_s, first_steps_s=_since(start))
 
-    for rows in sizes.decode_rows:
+    for rows in more:
         steps.measure(stage, "decode", [(1, sizes.decode_context - 1)] * rows)
     for bucket in programs.buckets:
         steps.measure(stage, "bucket", [(bucket, 0)])
     for rows in sizes.mixed_rows:
         steps.measure(stage, "sequences", [(sizes.budget // rows, 0)] * rows)
-
-    stage.check_time()
-    program = programs.get("backbone", programs.buckets[0])
-    plan = steps.plan([(1, sizes.decode_context - 1)])
-    launches = launch_kinds(lambda: steps.run(plan))
-    stage.add(of="command buffers", in_hlo="command_buffer" in program.as_text(), in_profile=launches)
 
     for overlap in (False, True, False, True):
         stage.check_time()
@@ -124,6 +122,12 @@ def measure(stage: Stage, session: Session) -> None:
     for unrolled in (True, False):
         stage.check_time()
         stage.add(of="layers", unrolled=unrolled, **layer_matmuls(session, unrolled))
+
+    stage.check_time()
+    program = programs.get("backbone", programs.buckets[0])
+    plan = steps.plan([(1, sizes.decode_context - 1)])
+    in_hlo = "command_buffer" in program.as_text()
+    stage.add(of="command buffers", in_hlo=in_hlo, in_profile=launch_kinds(lambda: steps.run(plan)))
 
 
 class Steps:
@@ -202,18 +206,22 @@ def least_work(session: Session, rows: list[tuple[int, int]]) -> dict[str, int]:
     }
 
 
-def launch_kinds(run: Any) -> str:
-    """How the CUDA driver was asked to launch kernels while `run` ran: "graph", "kernel", both, or nothing known.
+def launch_kinds(run: Callable[[], Any]) -> str:
+    """How the CUDA driver was asked to launch kernels while `run` ran: "graph", "kernel", both, or "unknown (why)".
 
     XLA turns stretches of a program into command buffers after the HLO that it shows is final, so only a profile tells:
-    they are CUDA graphs.
+    they are CUDA graphs. A profiler that fails costs this answer and nothing else.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        profile = b"".join(path.read_bytes() for path in Path(folder).rglob("*.xplane.pb"))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                run()
+            profile = b"".join(path.read_bytes() for path in Path(folder).rglob("*.xplane.pb"))
+    except Exception as error:
+        return f"unknown ({one_line(error)})"
     kinds = {"graph": (b"cuGraphLaunch", b"cudaGraphLaunch"), "kernel": (b"cuLaunchKernel", b"cudaLaunchKernel")}
-    return ", ".join(kind for kind, names in kinds.items() if any(name in profile for name in names))
+    seen = [kind for kind, names in kinds.items() if any(name in profile for name in names)]
+    return ", ".join(seen) or "unknown (the profile has no launches)"
 
 
 def generate(session: Session, overlap: bool) -> dict[str, Any]:

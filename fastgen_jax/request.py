@@ -29,12 +29,11 @@ class Sample:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     added: float = field(default_factory=time.perf_counter)
     scheduled: float | None = None
-    first_token: float | None = None
+    token_times: list[float] = field(default_factory=list)
 
     def push(self, token_id: int, report: Report | None, row: int) -> bool:
         """Take in a generated token; True if a stop string has appeared."""
-        if self.first_token is None:
-            self.first_token = time.perf_counter()
+        self.token_times.append(time.perf_counter())
         if self.params.logprobs is not None and report is not None:
             self.logprobs.append(token_logprob(token_id, report, row, self.params.logprobs))
         if self.detokenizer is None:
@@ -83,10 +82,11 @@ class Sample:
         )
 
     def _timings(self) -> Timings:
-        def since(moment: float | None) -> float | None:
-            return None if moment is None else moment - self.added
-
-        return Timings(since(self.scheduled), since(self.first_token), time.perf_counter() - self.added)
+        return Timings(
+            None if self.scheduled is None else self.scheduled - self.added,
+            tuple(moment - self.added for moment in self.token_times),
+            time.perf_counter() - self.added,
+        )
 
 
 def token_logprob(token_id: int, report: Report, row: int, num_top: int) -> TokenLogprob:

@@ -178,14 +178,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds since the request was added: until it was first scheduled, until its first token, until its end.
+    """Seconds since the request was added: until it was first scheduled, until each of its tokens, until its end.
 
     None for what never happened.
     """
 
     queue: float | None = None
-    first_token: float | None = None
+    tokens: tuple[float, ...] = ()
     total: float | None = None
+
+    @property
+    def first_token(self) -> float | None:
+        return self.tokens[0] if self.tokens else None
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def to_json(key: Key, response: Response) -> dict[str, Any]:
         "num_prompt_tokens": response.num_prompt_tokens,
         "num_generated_tokens": response.num_generated_tokens,
         "num_preemptions": response.num_preemptions,
-        "timings": dataclasses.asdict(response.timings),
+        "timings": {"first_token": response.timings.first_token, **dataclasses.asdict(response.timings)},
     }
     for name in ("logprobs", "prompt_logprobs"):
         if (entries := getattr(response, name)) is not None:

@@ -109,7 +109,7 @@ class FakeEngine:
             prompt_logprobs=None if request.params.prompt_logprobs is None else (None, logprobs[0], logprobs[0]),
             index=index,
             request_id=request.request_id,
-            timings=Timings(0.25, 0.5, 1.5),
+            timings=Timings(0.25, (0.5, 0.75), 1.5),
         )
 
 

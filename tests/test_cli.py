@@ -261,7 +261,7 @@ def test_json_has_one_object_for_each_sample_in_order(run, tmp_path):
         "num_prompt_tokens": 3,
         "num_generated_tokens": 3,
         "num_preemptions": 0,
-        "timings": {"queue": 0.25, "first_token": 0.5, "total": 1.5},
+        "timings": {"first_token": 0.5, "queue": 0.25, "tokens": [0.5, 0.75], "total": 1.5},
     }
     assert [(r["prompt_index"], r["sample_index"], r["text"]) for r in (second, third)] == [
         (1, 0, " D #0"),

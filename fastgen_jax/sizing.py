@@ -139,8 +139,8 @@ class Sizing:
         tables = num_bytes(leaves(self.params, "embedding")) - num_bytes(leaves(head, "embedding"))
         return Work(
             weights_bytes=self.weights_bytes - tables,
-            layer_params=num_elements(leaves(self.params, "kernel")) - num_elements(leaves(head, "kernel")),
-            head_params=num_elements(leaves(head, "kernel", "embedding")),
+            layer_params=num_elements(leaves(self.params, "weight")) - num_elements(leaves(head, "weight")),
+            head_params=num_elements(leaves(head, "weight", "embedding")),
             kv_bytes=self.block_bytes // (self.block_size * c.num_layers),
             pair_flops=4 * c.num_heads * c.head_dim,
             windows=c.windows,

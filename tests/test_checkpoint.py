@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from fastgen_jax.checkpoint import ALIASES, load_params, resolve
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
+from fastgen_jax.models.layers import Linear
 from fastgen_jax.types import DEFAULT_MODEL
 
 RNG = np.random.default_rng(0)
@@ -320,16 +321,16 @@ FUSED = {"qkv_proj": {"q_proj": Q, "k_proj": K, "v_proj": K}, "gate_up_proj": {"
 class Attention(nn.Module):
     @nn.compact
     def __call__(self, x):
-        q = nn.Dense(Q + 2 * K, name="qkv_proj")(x)[..., :Q]
-        return nn.Dense(E, use_bias=False, name="o_proj")(q)
+        q = Linear(Q + 2 * K, use_bias=True, name="qkv_proj")(x)[..., :Q]
+        return Linear(E, name="o_proj")(q)
 
 
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = x + Attention(name="self_attn")(nn.RMSNorm(name="input_layernorm")(x))
-        gate, up = jnp.split(nn.Dense(2 * F, use_bias=False, name="gate_up_proj")(x), 2, axis=-1)
-        return x + nn.Dense(E, use_bias=False, name="down_proj")(gate * up)
+        gate, up = jnp.split(Linear(2 * F, name="gate_up_proj")(x), 2, axis=-1)
+        return x + Linear(E, name="down_proj")(gate * up)
 
 
 class Backbone(nn.Module):
@@ -347,7 +348,7 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = Backbone(name="model")(tokens)
-        return x if self.tied else nn.Dense(V, use_bias=False, name="lm_head")(x)
+        return x if self.tied else Linear(V, name="lm_head")(x)
 
 
 def abstract_params(tied: bool = False) -> dict[str, Any]:
@@ -395,16 +396,16 @@ def load(tensors: dict[str, np.ndarray], **options: Any) -> dict[str, Any]:
     return load_params(Memory(tensors), abstract_params(tied), **{"dtype": "float32", "fused": FUSED} | options)
 
 
-def test_every_leaf_is_its_tensor_in_the_models_orientation():
+def test_every_leaf_is_its_tensor():
     t = hf_tensors()
     params = load(t)
     assert jax.tree.structure(params) == jax.tree.structure(abstract_params())
     layer = params["model"]["layers_1"]
     expected = [
-        (params["lm_head"]["kernel"], t["lm_head.weight"].T),
+        (params["lm_head"]["weight"], t["lm_head.weight"]),
         (params["model"]["embed_tokens"]["embedding"], t["model.embed_tokens.weight"]),
         (params["model"]["norm"]["scale"], t["model.norm.weight"]),
-        (layer["self_attn"]["o_proj"]["kernel"], t["model.layers.1.self_attn.o_proj.weight"].T),
+        (layer["self_attn"]["o_proj"]["weight"], t["model.layers.1.self_attn.o_proj.weight"]),
     ]
     for found, tensor in expected:
         np.testing.assert_array_equal(found, tensor)
@@ -414,9 +415,9 @@ def test_a_fused_module_is_its_parts_side_by_side():
     t = hf_tensors()
     qkv = load(t)["model"]["layers_0"]["self_attn"]["qkv_proj"]
     prefix = "model.layers.0.self_attn"
-    for leaf, kind in (("kernel", "weight"), ("bias", "bias")):
-        parts = [t[f"{prefix}.{part}.{kind}"].T for part in ("q_proj", "k_proj", "v_proj")]
-        np.testing.assert_array_equal(qkv[leaf], np.concatenate(parts, axis=-1))
+    for leaf in ("weight", "bias"):
+        parts = [t[f"{prefix}.{part}.{leaf}"] for part in ("q_proj", "k_proj", "v_proj")]
+        np.testing.assert_array_equal(qkv[leaf], np.concatenate(parts))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -425,7 +426,7 @@ def test_every_leaf_has_the_run_dtype(tmp_path, dtype):
     save_file(t, tmp_path / "model.safetensors")
     params = load_params(SafetensorsSource(tmp_path), abstract_params(), dtype=dtype, fused=FUSED)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
-    np.testing.assert_array_equal(params["lm_head"]["kernel"], t["lm_head.weight"].T.astype(jnp.dtype(dtype)))
+    np.testing.assert_array_equal(params["lm_head"]["weight"], t["lm_head.weight"].astype(jnp.dtype(dtype)))
 
 
 def test_a_checkpoint_saved_from_the_base_model_has_no_prefix():
@@ -451,7 +452,7 @@ def test_stored_rotary_frequencies_are_ignored():
 
 def test_place_decides_where_a_leaf_goes():
     placed = load(hf_tensors(), place=lambda array: (array.shape, str(array.dtype)))
-    assert placed["lm_head"]["kernel"] == ((E, V), "float32")
+    assert placed["lm_head"]["weight"] == ((V, E), "float32")
 
 
 def without(name: str) -> dict[str, np.ndarray]:
@@ -513,7 +514,7 @@ from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 directory, dtype = Path(sys.argv[1]), sys.argv[2]
 E, F, V, L = (int(n) for n in sys.argv[3:7])
 shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
-block = {"gate_up_proj": {"kernel": shape(E, 2 * F)}, "down_proj": {"kernel": shape(F, E)}}
+block = {"gate_up_proj": {"weight": shape(2 * F, E)}, "down_proj": {"weight": shape(E, F)}}
 tree = {"model": {"embed_tokens": {"embedding": shape(V, E)}, **{f"layers_{i}": block for i in range(L)}}}
 jax.block_until_ready(jax.device_put(np.ones(1 << 20, jnp.dtype(dtype))))
 # Not getrusage: its maximum is inherited from the process that started this one.

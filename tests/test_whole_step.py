@@ -103,7 +103,7 @@ def test_a_step_copies_neither_pool_nor_weights_and_makes_no_logits(model, gpu, 
     assert memory.temp_size_in_bytes <= (8 << 20) + 4 * tokens * widest
     assert memory.temp_size_in_bytes < 200e6
 
-    weights = {prod(x.shape) for x in leaves(sizing.params, "kernel", "embedding")}
+    weights = {prod(x.shape) for x in leaves(sizing.params, "weight", "embedding")}
     copies = [line for shape, line in results(entry(hlo)) if prod(shape) in weights]
     assert not copies
     assert not [line for shape, line in results(hlo) if c.vocab_size in shape]
@@ -121,7 +121,7 @@ def test_logits_exist_for_the_sampled_rows_only(model):
     vocab_size, hlo = sizing.model_config.vocab_size, head.as_text()
     sizes = {prod(shape) for shape, _ in results(hlo, "f32") if vocab_size in shape}
     assert max(sizes) == SAMPLED_ROWS * vocab_size  # found, and no more than the rows'
-    (table,) = {prod(x.shape) for x in leaves(sizing.model.head_params(sizing.params), "kernel", "embedding")}
+    (table,) = {prod(x.shape) for x in leaves(sizing.model.head_params(sizing.params), "weight", "embedding")}
     assert not [line for shape, line in results(entry(hlo)) if prod(shape) >= table]
     # Five times the logits, for sampling, and the splits of the matmul's sum.
     assert head.memory_analysis().temp_size_in_bytes < (16 << 20) + 8 * 4 * SAMPLED_ROWS * vocab_size

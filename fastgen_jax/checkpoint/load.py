@@ -14,7 +14,7 @@ from fastgen_jax.checkpoint.source import TensorSource
 from fastgen_jax.progress import bar
 
 # The last key of a leaf's path -> the last part of its tensor's name.
-_TENSOR_KINDS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+_TENSOR_KINDS = {"weight": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # computed from the config, stored by old checkpoints
 
 Path = tuple[str, ...]
@@ -22,7 +22,7 @@ NO_FUSION: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
 
 class _Part(NamedTuple):
-    """A checkpoint's tensor and the outputs (last axis) of a leaf that it fills; None is the whole leaf."""
+    """A checkpoint's tensor and the outputs (first axis) of a leaf that it fills; None is the whole leaf."""
 
     tensor: str
     outputs: slice | None
@@ -41,8 +41,8 @@ def load_params(
     """The tree of `abstract_params`, filled from `source`; every leaf becomes `place(numpy array of dtype)`.
 
     abstract_params: nested dict of `jax.ShapeDtypeStruct`. The leaf ("model", "layers_3", "self_attn",
-        "o_proj", "kernel") is the tensor "model.layers.3.self_attn.o_proj.weight", transposed to [in, out];
-        an "embedding" or a "scale" is a weight as it is, a "bias" a bias. All tensors may lack "model.".
+        "o_proj", "weight") is the tensor "model.layers.3.self_attn.o_proj.weight"; an "embedding" or a "scale"
+        is a weight too, a "bias" a bias. All tensors may lack "model.".
     fused: module name -> its parts in the checkpoint and how many outputs each has, in order, for a module
         that does the work of several: {"qkv_proj": {"q_proj": 576, "k_proj": 192, "v_proj": 192}}.
     tied: the model has no lm_head of its own; one in the checkpoint has to be a copy of the embedding.
@@ -63,7 +63,7 @@ def load_params(
         for path, leaf in leaves.items():
             host = np.empty(leaf.shape, np.dtype(dtype))
             for part in plan[path]:
-                source.read_into(stored[part.tensor], _destination(path, host, part))
+                source.read_into(stored[part.tensor], host if part.outputs is None else host[part.outputs])
             # A copy still under way would keep this leaf's host array alive beside the next.
             params[path] = jax.block_until_ready(place(host))
             advance(1)
@@ -79,8 +79,8 @@ def _parts(path: Path, shape: tuple[int, ...], fused: Mapping[str, Mapping[str, 
     if module not in fused:
         return [_Part(".".join((*modules, module, _TENSOR_KINDS[leaf])), None)]
     sizes = fused[module]
-    if sum(sizes.values()) != shape[-1]:
-        raise ValueError(f"parameter {'/'.join(path)} has {shape[-1]} outputs, its parts {dict(sizes)}")
+    if sum(sizes.values()) != shape[0]:
+        raise ValueError(f"parameter {'/'.join(path)} has {shape[0]} outputs, its parts {dict(sizes)}")
     stops = np.cumsum(list(sizes.values())).tolist()
     return [
         _Part(".".join((*modules, part, _TENSOR_KINDS[leaf])), slice(stop - outputs, stop))
@@ -121,9 +121,7 @@ def _check_shapes(
         for part in parts:
             expected = leaves[path].shape
             if part.outputs is not None:
-                expected = (*expected[:-1], part.outputs.stop - part.outputs.start)
-            if path[-1] == "kernel":
-                expected = expected[::-1]
+                expected = (part.outputs.stop - part.outputs.start, *expected[1:])
             found = source.shape(stored[part.tensor])
             if found != expected:
                 raise ValueError(f"tensor {stored[part.tensor]!r} has shape {found}; the model expects {expected}")
@@ -141,12 +139,6 @@ def _check_tie(stored: Mapping[str, str], source: TensorSource) -> None:
             f"config.json ties the output weights to the embedding, but tensor {head!r} is not {embedding!r}; "
             "if the model is not tied, set tie_word_embeddings to false"
         )
-
-
-def _destination(path: Path, host: np.ndarray, part: _Part) -> np.ndarray:
-    """The view of a leaf that one tensor fills, in the tensor's orientation."""
-    view = host if part.outputs is None else host[..., part.outputs]
-    return view.T if path[-1] == "kernel" else view
 
 
 def _first(names: Sequence[str]) -> str:

@@ -37,14 +37,32 @@ def activation(name: str) -> Callable[[Array], Array]:
     return ACTIVATIONS[name]
 
 
-def matmul(x: Array, kernel: Array, *, out_dtype: Any = None) -> Array:
-    """x [T, E] times kernel [E, F]. A float32 model multiplies in true float32, not in a GPU's TF32."""
-    precision = jax.lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None
-    return jnp.einsum("te,ef->tf", x, kernel, precision=precision, preferred_element_type=out_dtype)
+_FEW_ROWS = 64  # measured with `scripts/bench_matmul.py` on two CPU cores
+
+
+def matmul(x: Array, weight: Array, *, out_dtype: Any = None) -> Array:
+    """x [T, E] times weight [F, E], -> [T, F]. A float32 model multiplies in true float32, not in a GPU's TF32."""
+    dot = partial(
+        jnp.einsum,
+        precision=jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+        preferred_element_type=out_dtype,
+    )
+
+    def weight_first(x: Array, weight: Array) -> Array:
+        # The same product, but XLA:CPU streams through the weight as the left operand, where else it is the right
+        # one, whose packing walks across its rows. Without the barrier it would be turned round again.
+        return jax.lax.optimization_barrier(dot("fe,te->ft", weight, x)).T
+
+    def x_first(x: Array, weight: Array) -> Array:
+        return dot("te,fe->tf", x, weight)
+
+    if weight.dtype == jnp.float32 and x.shape[0] > _FEW_ROWS:
+        return x_first(x, weight)
+    return jax.lax.platform_dependent(x, weight, cpu=weight_first, default=x_first)
 
 
 class Linear(nn.Module):
-    """x [T, E] -> [T, features]. The kernel lies [in, out], the transpose of the checkpoint's weight."""
+    """x [T, E] -> [T, features]. The weight lies [out, in], as in the checkpoint."""
 
     features: int
     use_bias: bool = False
@@ -52,8 +70,8 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        kernel = self.param("kernel", normal, (x.shape[-1], self.features))
-        y = matmul(x, kernel, out_dtype=self.out_dtype)
+        weight = self.param("weight", normal, (self.features, x.shape[-1]))
+        y = matmul(x, weight, out_dtype=self.out_dtype)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.features,))[None, :]
         return y
@@ -73,7 +91,7 @@ class Embed(nn.Module):
 
     def attend(self, x: Array) -> Array:
         """x [S, E] -> float32 logits [S, V]."""
-        return matmul(x, self.embedding.T, out_dtype=jnp.float32)
+        return matmul(x, self.embedding, out_dtype=jnp.float32)
 
 
 class RMSNorm(nn.Module):

@@ -194,8 +194,8 @@ def read_bytes(session: Session) -> int:
 def least_work(session: Session, rows: list[tuple[int, int]]) -> dict[str, int]:
     """Bytes of weights and of K and V, and operations of matmuls and attention, of a step of such rows."""
     c, params = session.config, session.params
-    head = num_elements(leaves(session.model.head_params(params), "kernel", "embedding"))
-    layers = num_elements(leaves(params, "kernel")) - num_elements(leaves(session.model.head_params(params), "kernel"))
+    head = num_elements(leaves(session.model.head_params(params), "weight", "embedding"))
+    layers = num_elements(leaves(params, "weight")) - num_elements(leaves(session.model.head_params(params), "weight"))
     kv_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * jnp.dtype(DTYPE).itemsize
     tokens = sum(num_new for num_new, _ in rows)
     read = sum(num_new + context for num_new, context in rows)
@@ -243,19 +243,19 @@ def layer_matmuls(session: Session, unrolled: bool) -> dict[str, Any]:
     decoder = session.params["model"]
     weights = [
         {
-            "qkv": layer["self_attn"]["qkv_proj"]["kernel"],
-            "out": layer["self_attn"]["o_proj"]["kernel"],
-            "gate_up": layer["mlp"]["gate_up_proj"]["kernel"],
-            "down": layer["mlp"]["down_proj"]["kernel"],
+            "qkv": layer["self_attn"]["qkv_proj"]["weight"],
+            "out": layer["self_attn"]["o_proj"]["weight"],
+            "gate_up": layer["mlp"]["gate_up_proj"]["weight"],
+            "down": layer["mlp"]["down_proj"]["weight"],
         }
         for layer in (decoder[f"layers_{i}"] for i in range(session.config.num_layers))
     ]
 
     def one(x: Array, w: dict[str, Array]) -> Array:
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
-        x = x + (x @ w["qkv"])[:, : w["out"].shape[0]] @ w["out"]
-        gate, up = jnp.split(x @ w["gate_up"], 2, axis=-1)
-        return x + (jax.nn.silu(gate) * up) @ w["down"]
+        x = x + (x @ w["qkv"].T)[:, : w["out"].shape[1]] @ w["out"].T
+        gate, up = jnp.split(x @ w["gate_up"].T, 2, axis=-1)
+        return x + (jax.nn.silu(gate) * up) @ w["down"].T
 
     def unroll(weights: list[dict[str, Array]], x: Array) -> Array:
         for w in weights:

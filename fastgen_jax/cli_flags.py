@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastgen_jax.types import DEFAULT_MODEL, DTYPES, EngineConfig, SamplingParams
+from fastgen_jax.types import DEFAULT_MODEL, DTYPES, POLICIES, EngineConfig, SamplingParams
 
 SAMPLING_HELP = {
     "max_tokens": "generated tokens at most; none is as many as the context holds",
@@ -44,6 +44,8 @@ ENGINE_HELP = {
     "max_model_len": "longest prompt and output together; otherwise the model's own",
     "backend": "attention backend; otherwise the best that runs here",
     "seed": "of the prompts that have no --seed",
+    "policy": f"what a step is filled with: {', '.join(POLICIES)}; all but the first are for comparison",
+    "prefix_caching": "share the KV memory of prompts that begin alike",
     "overlap": "dispatch a step before the last one's tokens are here; the text is the same",
     "warm_up": "compile every program first",
     "compile_cache": "keep compiled programs on disk between runs",

@@ -13,7 +13,7 @@ import numpy as np
 
 from fastgen_jax import defaults, pretrained, progress
 from fastgen_jax.batch import Settings
-from fastgen_jax.intake import Intake, Messages, OnPiece, Prompt, prompt_list
+from fastgen_jax.intake import Intake, Messages, OnPiece, Prompt, dynamic_rope_len, prompt_list
 from fastgen_jax.low_level import LowLevel
 from fastgen_jax.models.layers import Params
 from fastgen_jax.request import Sample
@@ -103,9 +103,16 @@ class Engine:
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
+            policy=self.config.policy,
+            prefix_caching=self.config.prefix_caching,
         )
         self._intake = Intake(
-            tokenizer, model.config.vocab_size, self.eos_token_ids, self.max_model_len, self.config.seed
+            tokenizer,
+            model.config.vocab_size,
+            self.eos_token_ids,
+            self.max_model_len,
+            self.config.seed,
+            short_context=dynamic_rope_len(model.config),
         )
         self._lock = threading.RLock()
         self._is_stepping = False
@@ -197,7 +204,10 @@ class Engine:
             free_blocks=pool.num_free,
             steps=total["steps"],
             tokens=total["tokens"],
+            decode_tokens=total["decode_tokens"],
             padding=total["padding"],
+            prompt_tokens=total["prompt_tokens"],
+            cached_tokens=total["cached_tokens"],
             generated_tokens=total["generated_tokens"],
             preemptions=total["preemptions"],
             dead_rows=total["dead_rows"],
@@ -210,9 +220,10 @@ class Engine:
         """Swap the weights in place, between two steps; nothing is compiled.
 
         ValueError unless `params` has the names, shapes and dtypes of the present ones. Sequences in
-        flight go on with K/V that the old weights computed.
+        flight go on with K/V that the old weights computed; none that begins later shares these.
         """
         self._runner.update_params(params)
+        self._scheduler.forget_cache()
 
     @property
     def params(self) -> Params:
@@ -339,6 +350,7 @@ class Engine:
                 self._is_stepping = False
         except BaseException:  # Ctrl-C too
             self._pending = None  # rows may count as computed that never were: no request can go on
+            self._scheduler.forget_cache()  # nor can what they should have computed be shared
             for request_id in list(self._requests):
                 self._abort(request_id)
             if self._runner.is_broken:
@@ -401,12 +413,18 @@ class Engine:
         now = time.perf_counter()
         for row in plan.rows:
             sample = self._samples[row.seq.seq_id]
-            sample.scheduled = sample.scheduled or now
+            if sample.scheduled is None:
+                sample.scheduled = now
+                self._totals["prompt_tokens"] += len(row.seq.prompt_token_ids)
+                self._totals["cached_tokens"] += row.seq.num_cached_tokens
         report = any(row.samples and self._samples[row.seq.seq_id].params.logprobs is not None for row in plan.rows)
         pending = self._runner.dispatch(plan, self._settle, report=report, wants_prompt=self._wants_prompt)
         self._totals.update(
             steps=1,
             tokens=plan.num_tokens,
+            decode_tokens=sum(
+                row.num_new_tokens == 1 and row.start >= len(row.seq.prompt_token_ids) for row in plan.rows
+            ),
             padding=pending.num_padding,
             preemptions=len(plan.preempted),
         )

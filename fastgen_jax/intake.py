@@ -1,6 +1,7 @@
 """`Intake`: what a user asks for, checked and turned into the sequences the scheduler runs."""
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, cast
@@ -25,14 +26,25 @@ class Intake:
 
     tokenizer: a transformers tokenizer, or None where prompts are token ids and there is no text.
     seed: of requests that bring none.
+    short_context: see `dynamic_rope_len`.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Seq[int], max_model_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_token_ids: Seq[int],
+        max_model_len: int,
+        seed: int,
+        *,
+        short_context: int | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
         self._seed = seed
+        self._short_context = short_context
         self._seq_ids = itertools.count()
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -89,6 +101,8 @@ class Intake:
     def sequence(self, seq_id: int, token_ids: list[int], params: SamplingParams, priority: int) -> Sequence:
         """The sequence of one sample, as the scheduler wants it."""
         eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        # A token's frequencies under "dynamic" rope follow from its position and this (`Rope.cos_sin`).
+        context = 0 if self._short_context is None else max(len(token_ids), self._short_context)
         return Sequence(
             seq_id=seq_id,
             prompt_token_ids=token_ids,
@@ -96,6 +110,8 @@ class Intake:
             stop_token_ids=eos_token_ids.union(params.stop_token_ids),
             min_tokens=params.min_tokens,
             priority=priority,
+            max_cached_tokens=max_cached_tokens(len(token_ids), params),
+            cache_salt=context,
         )
 
     def samples(
@@ -171,6 +187,23 @@ class Intake:
         return self.tokenizer.decode(
             list(prompt), skip_special_tokens=params.skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+
+def max_cached_tokens(num_prompt_tokens: int, params: SamplingParams) -> int:
+    """How many of a sequence's first tokens need not be computed if the prefix cache has them.
+
+    A prompt's log-probabilities come from its hidden states, and the tokens that penalties count from the device's
+    token pool, which has those of computed rows only: the prompt's and the generated ones, or only the latter.
+    """
+    if params.prompt_logprobs is not None or params.repetition_penalty != 1:
+        return 0
+    return num_prompt_tokens if params.presence_penalty or params.frequency_penalty else sys.maxsize
+
+
+def dynamic_rope_len(model_config: Any) -> int | None:
+    """The longest context whose tokens a model with "dynamic" rope turns alike; None for other models."""
+    rope = getattr(model_config, "rope", None)
+    return rope.original_max_len if rope is not None and rope.rope_type == "dynamic" else None
 
 
 def is_token_ids(prompt: Any) -> bool:

@@ -53,6 +53,7 @@ class LowLevel:
             return self._runner.logits(StepPlan(rows))
         except BaseException:
             self.flush(list(self._sequences))
+            self._block_pool.forget()
             if self._runner.is_broken:
                 self._runner.reset()
             raise

@@ -78,6 +78,7 @@ class Sample:
             index=self.index,
             request_id=self.request_id,
             num_preemptions=self.seq.num_preemptions,
+            cached_tokens=self.seq.num_cached_tokens,
             timings=self._timings(),
         )
 

@@ -16,6 +16,8 @@ _MORE_THAN_0 = 1e-6
 MAX_LOGIT_BIAS = 512
 MAX_STOP_LENGTH = 1024
 DTYPES = ("float32", "bfloat16", "float16")
+POLICIES = ("splitfuse", "prefill_first", "orca")
+"""What a step is filled with; see `fastgen_jax.scheduler.policies`."""
 
 
 def refuse_unknown(cls: type, fields: Mapping[str, Any]) -> None:
@@ -202,6 +204,7 @@ class Response:
     logprobs: one entry for each of token_ids, or None where SamplingParams.logprobs was None.
     prompt_logprobs: one entry for each prompt token, the first None; fewer where the request was aborted before.
     index: which of SamplingParams.n samples this is.
+    cached_tokens: prompt tokens whose K/V were found in the prefix cache when the sample first ran.
     """
 
     text: str
@@ -213,6 +216,7 @@ class Response:
     index: int = 0
     request_id: int = 0
     num_preemptions: int = 0
+    cached_tokens: int = 0
     timings: Timings = Timings()
 
     @property
@@ -241,6 +245,10 @@ class EngineConfig:
     max_model_len: longest prompt + output; at most the model's own.
     backend: attention backend, one of `fastgen_jax.kernels.BACKENDS`.
     seed: of requests that bring none.
+    policy: what a step is filled with: "splitfuse", or one of the baselines it is measured against, "prefill_first"
+        (vLLM 0.2's) and "orca". These never split a prompt, so max_num_batched_tokens must hold all of a sequence.
+    prefix_caching: keep the K/V of full blocks until their memory is needed, and let sequences that begin with the
+        same tokens share them. The tokens are the same either way, up to rounding.
     overlap: dispatch step n+1 before step n's tokens reach the host. The tokens are the same either way.
     warm_up: compile every program at construction; otherwise each is compiled when first needed.
     compile_cache: keep compiled programs on disk between runs. This is a setting of JAX's for the whole
@@ -256,6 +264,8 @@ class EngineConfig:
     max_model_len: int | None = None
     backend: str | None = None
     seed: int = 0
+    policy: str = "splitfuse"
+    prefix_caching: bool = True
     overlap: bool = True
     warm_up: bool = True
     compile_cache: bool = True
@@ -274,7 +284,9 @@ class EngineConfig:
         _number("max_num_seqs", self.max_num_seqs, 1, 2**16, whole=True, none=True)
         _number("max_model_len", self.max_model_len, 1, math.inf, whole=True, none=True)
         _number("seed", self.seed, 0, 2**31 - 1, whole=True)
-        for name in ("overlap", "warm_up", "compile_cache"):
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r} is not known; choose {', '.join(POLICIES)}")
+        for name in ("prefix_caching", "overlap", "warm_up", "compile_cache"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be True or False")
         if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
@@ -290,6 +302,9 @@ class EngineStats:
 
     running, waiting: sequences. blocks, free_blocks: of the KV pool, the null block left out.
     steps, tokens, padding: steps run, tokens they computed, and tokens they were padded by to their buckets.
+    decode_tokens: of those tokens, the ones that decodes computed, one each a step.
+    prompt_tokens, cached_tokens: prompt tokens of the sequences that have begun to run, and how many of them were
+        found in the prefix cache instead of being computed.
     generated_tokens: tokens that became part of a response. preemptions: times a sequence gave up its blocks.
     dead_rows: rows computed for sequences that had already ended (overlapped loop).
     compiled: programs built. compiled_after_warm_up: those of them built after construction; 0 with warm_up.
@@ -301,9 +316,17 @@ class EngineStats:
     free_blocks: int
     steps: int
     tokens: int
+    decode_tokens: int
     padding: int
+    prompt_tokens: int
+    cached_tokens: int
     generated_tokens: int
     preemptions: int
     dead_rows: int
     compiled: int
     compiled_after_warm_up: int
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """The share of prompt tokens found in the prefix cache; 0 before the first."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,4 +1,4 @@
-"""The block pool: what is handed out, shared and taken back."""
+"""The block pool: what is handed out, shared, taken back, and found again."""
 
 import pytest
 
@@ -45,6 +45,72 @@ def test_what_is_not_in_use_can_be_neither_freed_nor_shared() -> None:
             with pytest.raises(ValueError, match=f"block {outside} is not in use"):
                 method([outside])
     assert pool.num_free == 2
+
+
+def registered(pool: BlockPool, keys: list[bytes]) -> list[int]:
+    """Fresh blocks under these keys, in use."""
+    blocks = pool.allocate(len(keys))
+    assert blocks is not None
+    for block, key in zip(blocks, keys, strict=True):
+        pool.register(block, key)
+    return blocks
+
+
+def test_a_block_is_found_by_its_key_in_use_and_free() -> None:
+    pool = BlockPool(num_blocks=4, block_size=4)
+    a, b = registered(pool, [b"a", b"b"])
+    assert (pool.find(b"a"), pool.find(b"b"), pool.find(b"c")) == (a, b, None)
+    pool.free([a, b])
+    assert (pool.find(b"a"), pool.find(b"b")) == (a, b)
+    assert (pool.num_free, pool.num_used) == (3, 0)
+    assert pool.is_free(a)
+
+
+def test_a_free_block_with_a_key_can_be_used_again() -> None:
+    pool = BlockPool(num_blocks=3, block_size=4)
+    blocks = registered(pool, [b"a", b"b"])
+    pool.free(blocks)
+    pool.share(blocks[:1])
+    assert (pool.num_free, pool.num_used, pool.is_free(blocks[0])) == (1, 1, False)
+    assert pool.allocate(2) is None
+    assert pool.allocate(1) == blocks[1:]
+    assert (pool.find(b"a"), pool.find(b"b")) == (blocks[0], None)
+
+
+def test_blocks_are_handed_out_empty_ones_first_then_the_longest_free_and_of_one_sequence_the_tail() -> None:
+    pool = BlockPool(num_blocks=6, block_size=4)
+    first, second = registered(pool, [b"a", b"b"]), registered(pool, [b"c", b"d"])
+    pool.free(second)
+    pool.free(first)
+    (empty,) = {1, 2, 3, 4, 5} - {*first, *second}
+    expected = [empty, second[1], second[0], first[1], first[0]]
+    assert [pool.allocate(1) for _ in expected] == [[block] for block in expected]
+    assert [pool.find(key) for key in (b"a", b"b", b"c", b"d")] == [None] * 4
+
+
+def test_a_key_finds_one_block_and_a_block_has_one_key() -> None:
+    pool = BlockPool(num_blocks=4, block_size=4)
+    a, b = registered(pool, [b"a", b"a"])
+    assert pool.find(b"a") == a
+    pool.register(a, b"c")
+    assert pool.find(b"c") is None
+    pool.free([b, a])
+    assert pool.num_free == 3
+    with pytest.raises(ValueError, match=f"block {b} is not in use"):
+        pool.share([b])
+    with pytest.raises(ValueError, match=f"block {b} is not in use"):
+        pool.register(b, b"d")
+
+
+def test_a_pool_that_forgets_finds_nothing_and_keeps_what_is_in_use() -> None:
+    pool = BlockPool(num_blocks=4, block_size=4)
+    a, b = registered(pool, [b"a", b"b"])
+    pool.free([b])
+    pool.forget()
+    assert (pool.find(b"a"), pool.find(b"b")) == (None, None)
+    assert (pool.num_free, pool.num_used) == (2, 1)
+    pool.free([a])
+    assert sorted(pool.allocate(3) or ()) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])

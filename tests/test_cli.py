@@ -88,6 +88,8 @@ ENGINE = {
     "backend": (["--backend", "reference"], "reference"),
     "seed": (["--engine-seed", "3"], 3),
     "overlap": (["--no-overlap"], False),
+    "policy": (["--policy", "orca"], "orca"),
+    "prefix_caching": (["--no-prefix-caching"], False),
     "warm_up": (["--warm-up"], True),
     "compile_cache": (["--no-compile-cache"], False),
 }

@@ -1,12 +1,13 @@
-"""The scheduler under random adds, steps, aborts and priorities, in both loops and mixed.
+"""The scheduler under random adds, steps, aborts, failures and priorities, in both loops and mixed.
 
-The device is a fake one that reads and writes KV memory as a real one would: the token it samples is a
-hash of the tokens it finds in the sequence's blocks. So a block or a slot given away too early, a chunk
+The device is a fake one that reads and writes KV memory as a real one would. What it writes for a token says which
+tokens came before it, and what it samples follows from the K/V that it finds in the sequence's blocks. So a block
+or a slot given away too early, shared with a sequence that begins otherwise, or found before it is filled, a chunk
 left out or a token lost shows as a text that differs from the one the sequence has when it runs alone.
 """
 
 from collections import Counter, deque
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -21,21 +22,38 @@ from hypothesis.stateful import (
 )
 
 from fastgen_jax.scheduler import BlockPool, Scheduler, Sequence, StepPlan
+from fastgen_jax.types import POLICIES
 
 MAX_EXAMPLES, STEPS_PER_EXAMPLE = 500, 50
+PROMPT_LENGTHS = st.one_of(st.sampled_from([9, 6, 13]), st.integers(1, 20))
 NUM_TOKENS = 1009
 STOP_TOKEN_IDS = frozenset(range(NUM_TOKENS // 12))
 
 
-def next_token(token_ids: list[int]) -> int:
-    return hash(tuple(token_ids)) % NUM_TOKENS
+class KV(NamedTuple):
+    """What the memory of a token holds: the token, a hash of all up to it, and the weights that computed it."""
+
+    token_id: int
+    context: int
+    version: int
+
+
+def extend(context: int, token_id: int) -> int:
+    return hash((context, token_id))
+
+
+def next_token(salt: int, token_ids: list[int]) -> int:
+    context = salt
+    for token_id in token_ids:
+        context = extend(context, token_id)
+    return context % NUM_TOKENS
 
 
 def solo_output(seq: Sequence, max_model_len: int) -> list[int]:
     """What `seq` generates when it runs alone."""
     token_ids, output = list(seq.prompt_token_ids), list[int]()
     while len(output) < seq.max_tokens and len(token_ids) < max_model_len:
-        token_ids.append(next_token(token_ids))
+        token_ids.append(next_token(seq.cache_salt, token_ids))
         output.append(token_ids[-1])
         if output[-1] in seq.stop_token_ids and len(output) >= seq.min_tokens:
             break
@@ -43,35 +61,58 @@ def solo_output(seq: Sequence, max_model_len: int) -> list[int]:
 
 
 class FakeDevice:
-    """Runs plans in the order they come.
+    """Runs plans in the order they come, and a plan's rows in theirs.
 
-    `kv_pool[block][offset]` and `token_pool[slot][position]` hold token ids.
+    `kv_pool[block][offset]` is a token's K/V, and `token_pool[slot][position]` its id.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.kv_pool: dict[int, list[int]] = {}
+        self.version = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.kv_pool: dict[int, dict[int, KV]] = {}
         self.token_pool: dict[int, dict[int, int]] = {}
 
     def run(self, plan: StepPlan) -> list[int]:
-        for seq, start, num_new_tokens, _ in plan.rows:
-            assert seq.slot is not None
-            if start == 0:
-                self.token_pool[seq.slot] = dict(enumerate(seq.prompt_token_ids + seq.output_token_ids))
-            for position in range(start, start + num_new_tokens):
-                block, offset = self._address(seq, position)
-                self.kv_pool.setdefault(block, [-1] * self.block_size)[offset] = self.token_pool[seq.slot][position]
-        return [self._sample(row.seq, row.start + row.num_new_tokens) if row.samples else -1 for row in plan.rows]
+        return [self._run_row(*row) for row in plan.rows]
 
-    def _sample(self, seq: Sequence, position: int) -> int:
-        addresses = (self._address(seq, i) for i in range(position))
-        token_id = next_token([self.kv_pool[block][offset] for block, offset in addresses])
+    def _run_row(self, seq: Sequence, start: int, num_new_tokens: int, samples: bool) -> int:
         assert seq.slot is not None
-        self.token_pool[seq.slot][position] = token_id
-        return token_id
+        token_pool, stop = self.token_pool.setdefault(seq.slot, {}), start + num_new_tokens
+        known = seq.token_ids(start, stop)
+        token_pool.update(zip(range(start, stop), known, strict=False))
+        context = self._kv(seq, start - 1).context if start else seq.cache_salt
+        for position in range(start, stop):
+            token_id = token_pool[position]
+            context = extend(context, token_id)
+            block, offset = self._address(seq, position)
+            self.kv_pool.setdefault(block, {})[offset] = KV(token_id, context, self.version)
+        token_pool[stop] = self._sample(seq, stop) if samples else -1
+        return token_pool[stop]
+
+    def _sample(self, seq: Sequence, stop: int) -> int:
+        """The next token, by all that the row attends to: every position's K/V must be the sequence's own."""
+        context = seq.cache_salt
+        known = seq.token_ids(0, stop)
+        for position in range(stop):
+            kv = self._kv(seq, position)
+            context = extend(context, kv.token_id)
+            assert kv.context == context
+            assert position >= len(known) or kv.token_id == known[position]
+        return context % NUM_TOKENS
+
+    def _kv(self, seq: Sequence, position: int) -> KV:
+        block, offset = self._address(seq, position)
+        return self.kv_pool[block][offset]
 
     def _address(self, seq: Sequence, position: int) -> tuple[int, int]:
         return seq.block_table[position // self.block_size], position % self.block_size
+
+    def oldest(self, seq: Sequence) -> int:
+        """The version of the oldest K/V of a running sequence."""
+        return min(self._kv(seq, position).version for position in range(seq.num_computed_tokens))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -84,6 +125,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([8, 5, 3, 1]),
         max_model_len=st.sampled_from([60, 30, 10]),
         max_bypass=st.sampled_from([3, 1, 0]),
+        policy=st.sampled_from([*POLICIES[:1] * 3, *POLICIES]),
+        caching=st.sampled_from([True, True, True, False]),
     )
     def build(
         self,
@@ -93,7 +136,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         max_model_len: int,
         max_bypass: int,
+        policy: str,
+        caching: bool,
     ) -> None:
+        self.policy = policy
         self.budget, self.max_num_seqs = budget, min(max_num_seqs, budget)
         self.max_model_len, self.max_bypass = max_model_len, max_bypass
         self.pool = BlockPool(num_blocks, block_size)
@@ -103,33 +149,68 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             max_bypass=max_bypass,
+            policy=policy,
+            prefix_caching=caching,
         )
         self.device = FakeDevice(block_size)
         self.dispatched: deque[tuple[StepPlan, list[int]]] = deque()
         self.live: dict[int, Sequence] = {}
         self.num_added = 0
         self.num_passes: Counter[int] = Counter()
+        self.version_at_start: dict[int, int] = {}
+        self.added: list[Sequence] = []
+        self.num_learned: Counter[int] = Counter()
+        self.contents: dict[bytes, list[int]] = {}  # by key: the context at each of the block's tokens
+        self.found_before: dict[bytes, int] = {}
 
     @rule(
-        requests=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=5),
+        requests=st.lists(st.tuples(PROMPT_LENGTHS, st.integers(1, 20)), min_size=1, max_size=5),
         min_tokens=st.integers(0, 3),
         stops=st.booleans(),
         priority=st.sampled_from([0, 0, 1, -1]),
+        num_common=st.sampled_from([20, 20, 20, 8, 3, 0]),
+        salt=st.sampled_from([0, 0, 0, 0, 1]),
+        max_cached=st.sampled_from([20, 20, 20, 20, 5, 0]),
     )
-    def add(self, requests: list[tuple[int, int]], min_tokens: int, stops: bool, priority: int) -> None:
-        """Add a sequence for each pair of prompt length and max_tokens."""
+    def add(
+        self,
+        requests: list[tuple[int, int]],
+        min_tokens: int,
+        stops: bool,
+        priority: int,
+        num_common: int,
+        salt: int,
+        max_cached: int,
+    ) -> None:
+        """Add a sequence for each pair of prompt length and max_tokens.
+
+        The first `num_common` tokens are those of all other prompts, the rest its own.
+        """
         self.happened["rule"] += 1
         stop_token_ids = STOP_TOKEN_IDS if stops else frozenset()
         for num_prompt, max_tokens in requests:
-            prompt = [self.num_added, *range(num_prompt - 1)]
-            self.add_one(Sequence(self.num_added, prompt, max_tokens, stop_token_ids, min_tokens, priority))
+            prompt = [i if i < num_common else 100 + self.num_added for i in range(num_prompt)]
+            seq = Sequence(self.num_added, prompt, max_tokens, stop_token_ids, min_tokens, priority)
+            seq.cache_salt, seq.max_cached_tokens = salt, max_cached
+            self.add_one(seq)
+
+    @rule(count=st.integers(2, 4), num_common=st.integers(4, 9), max_tokens=st.integers(1, 12))
+    def add_alike(self, count: int, num_common: int, max_tokens: int) -> None:
+        """Add sequences that differ from each other, and from all others, in their last prompt token."""
+        self.happened["rule"] += 1
+        for _ in range(count):
+            self.add_one(Sequence(self.num_added, [*range(num_common), 100 + self.num_added], max_tokens))
 
     def add_one(self, seq: Sequence) -> None:
         num_prompt = len(seq.prompt_token_ids)
         num_kv = min(num_prompt + seq.max_tokens, self.max_model_len) - 1
-        if num_prompt < self.max_model_len and num_kv <= (self.pool.num_blocks - 1) * self.pool.block_size:
+        room = (self.pool.num_blocks - 1) * self.pool.block_size
+        if self.policy != "splitfuse":
+            room = min(room, self.budget)
+        if num_prompt < self.max_model_len and num_kv <= room:
             self.scheduler.add(seq)
             self.live[seq.seq_id] = seq
+            self.added.append(seq)
             self.num_added += 1
         else:
             self.happened["refused"] += 1
@@ -172,12 +253,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.happened["ended by caller"] += 1
         assert (seq.finish_reason, seq.block_table, seq.slot) == ("stop", [], None)
 
+    @rule()
+    def new_weights(self) -> None:
+        self.happened["rule"] += 1
+        self.device.version += 1
+        self.scheduler.forget_cache()
+
+    @precondition(lambda self: self.live)
+    @rule(resets=st.booleans(), happens=st.sampled_from([False] * 3 + [True]))
+    def fail(self, resets: bool, happens: bool) -> None:
+        """A step that is planned and does not run, and the end of all that did. Rare, for it ends every story."""
+        self.happened["rule"] += 1
+        if not happens:
+            return
+        self.happened["failed"] += bool(self.scheduler.schedule().rows)
+        self.scheduler.forget_cache()
+        for seq in self.live.values():
+            self.scheduler.finish(seq, "abort")
+        self.live.clear()
+        self.dispatched.clear()
+        if resets:
+            self.device.reset()
+
     def step(self, depth: int) -> None:
         """Schedule and dispatch a step, then bring back all but the `depth` latest steps."""
         waiting = [seq for seq in self.live.values() if seq.slot is None]
         plan = self.scheduler.schedule()
         self.check_plan(plan, waiting)
         self.dispatched.append((plan, self.device.run(plan)))
+        self.check_versions()
         while len(self.dispatched) > depth:
             plan, token_ids = self.dispatched.popleft()
             received = [row.seq for row in plan.rows if row.samples and not row.seq.is_finished]
@@ -202,7 +306,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert any(seq.num_in_flight for seq in self.live.values())
         assert all(row.samples for row in plan.rows[:-1])
         self.happened["preempted"] += len(plan.preempted)
-        admitted = [row.seq for row in plan.rows if row.start == 0]
+        assert self.policy == "splitfuse" or all(row.samples for row in plan.rows)
+        admitted = [row.seq for row in plan.rows if row.seq in waiting]
+        self.check_found(plan, admitted)
         assert not (admitted and plan.preempted)
         for seq in waiting:
             if seq.slot is None:
@@ -211,16 +317,66 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.happened["passed"] += num_passes
                 assert seq.num_bypassed == self.num_passes[seq.seq_id] <= self.max_bypass
 
+    def check_found(self, plan: StepPlan, admitted: list[Sequence]) -> None:
+        """No more is taken from the cache than may be; some of it was put there by a row of the same step."""
+        filled: set[int] = set()
+        for seq, start, num_new_tokens, _ in plan.rows:
+            found = seq.block_table[: start // self.pool.block_size]
+            if seq in admitted:
+                self.version_at_start[seq.seq_id] = self.device.version
+                assert start == len(found) * self.pool.block_size <= seq.max_cached_tokens
+                assert start == 0 or self.scheduler._cache._enabled
+                self.happened["found"] += bool(found)
+                self.happened["found in the same step"] += not filled.isdisjoint(found)
+                self.happened["found again"] += bool(found and seq.num_preemptions)
+            else:
+                assert seq.seq_id in self.version_at_start
+            filled.update(seq.block_table[len(found) :] if num_new_tokens > 1 else ())
+
+    def check_versions(self) -> None:
+        """No sequence has found K/V of weights that were replaced before it began."""
+        for seq in self.live.values():
+            if seq.slot is not None:
+                assert self.device.oldest(seq) >= self.version_at_start[seq.seq_id]
+
     def check_text(self, seq: Sequence) -> None:
         output = solo_output(seq, self.max_model_len)
         assert seq.output_token_ids == output[: len(seq.output_token_ids)]
 
     @invariant()
-    def every_block_has_one_owner(self) -> None:
-        blocks = [block for seq in self.live.values() for block in seq.block_table]
-        assert len(blocks) == len(set(blocks)) == self.pool.num_used
-        assert 0 not in blocks
-        assert self.pool.num_free + self.pool.num_used == self.pool.num_blocks - 1
+    def reference_counts_are_what_the_tables_say(self) -> None:
+        holders = Counter(block for seq in self.live.values() for block in seq.block_table)
+        assert holders == Counter({b: n for b, n in enumerate(self.pool._refcounts) if n})
+        free = [*self.pool._empty, *self.pool._cached]
+        assert sorted([*free, *holders]) == list(range(1, self.pool.num_blocks))  # each one free or used, none both
+        assert (self.pool.num_free, self.pool.num_used) == (len(free), len(holders))
+        self.happened["shared"] += any(n > 1 for n in holders.values())
+
+    def learn_keys(self, seq: Sequence) -> None:
+        """Note what the keys that `seq` has got since the last time mean; a key means but one thing."""
+        block_size = self.pool.block_size
+        for i in range(self.num_learned[seq.seq_id], len(seq.block_keys)):
+            context = self.contents[seq.block_keys[i - 1]][-1] if i else seq.cache_salt
+            contexts = []
+            for token_id in seq.token_ids(i * block_size, (i + 1) * block_size):
+                contexts.append(context := extend(context, token_id))
+            assert self.contents.setdefault(seq.block_keys[i], contexts) == contexts
+            assert len(contexts) == block_size
+        self.num_learned[seq.seq_id] = len(seq.block_keys)
+
+    @invariant()
+    def blocks_hold_what_their_keys_say(self) -> None:
+        pool, block_size = self.pool, self.pool.block_size
+        for seq in self.added:
+            self.learn_keys(seq)
+        assert {key: block for block, key in enumerate(pool._keys) if key is not None} == pool._blocks
+        assert set(pool._cached) <= set(pool._blocks.values())
+        assert set(pool._empty).isdisjoint(pool._blocks.values())
+        for key, block in pool._blocks.items():
+            held = self.device.kv_pool[block]
+            assert [held[offset].context for offset in range(block_size)] == self.contents[key]
+        self.happened["evicted"] += any(pool._blocks.get(key) != block for key, block in self.found_before.items())
+        self.found_before = dict(pool._blocks)
 
     @invariant()
     def every_running_sequence_has_a_slot_and_just_the_blocks_it_needs(self) -> None:
@@ -269,5 +425,6 @@ def test_every_sequence_ends_with_the_text_it_has_alone() -> None:
     )
     assert happened["rule"] >= 20_000
     ends = ["ended by stop", "ended by length", "ended by caller", "aborted", "refused"]
-    events = ["preempted", "passed", "dead row", "empty plan"]
+    events = ["preempted", "passed", "dead row", "empty plan", "failed"]
+    events += ["shared", "found", "found in the same step", "found again", "evicted"]
     assert [event for event in ends + events if happened[event] < 100] == []

@@ -1,5 +1,6 @@
-"""`Sequence`, one generation in flight, and `StepPlan`, the host's decision for one step."""
+"""`Sequence`, one generation in flight, and `StepPlan`, the host's decision for one step, built in a `Step`."""
 
+import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +20,12 @@ class Sequence:
         a step and `update` of the one before.
     block_table: ids of its KV blocks; token i lives in block_table[i // block_size].
     slot: its row in the device's per-sequence arrays while it is running, else None.
+    max_cached_tokens: as many of its first tokens may be found in the prefix cache instead of being computed.
+    cache_salt: sequences share blocks only if theirs is the same, from 0 to 2**64 - 1: it stands for what
+        their K/V depend on beside their tokens.
+    num_cached_tokens: prompt tokens that were found in the prefix cache when it first ran.
+    block_keys, num_registered_blocks, fills_cache: the prefix cache's own notes. Keys of its first full blocks;
+        how many blocks at the start of its table others can find; whether more of them may be.
     """
 
     seq_id: int
@@ -36,6 +43,12 @@ class Sequence:
     arrival: int = 0
     num_preemptions: int = 0
     num_bypassed: int = 0
+    max_cached_tokens: int = sys.maxsize
+    cache_salt: int = 0
+    num_cached_tokens: int = 0
+    block_keys: list[bytes] = field(default_factory=list)
+    num_registered_blocks: int = 0
+    fills_cache: bool = True
 
     @property
     def num_output_tokens(self) -> int:
@@ -88,3 +101,13 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_new_tokens for row in self.rows)
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan being built. `budget` tokens are left; `reserve` blocks stay free for the decodes that will want them."""
+
+    budget: int
+    reserve: int = 0
+    rows: list[Row] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)

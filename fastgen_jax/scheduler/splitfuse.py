@@ -1,26 +1,17 @@
 """`Scheduler`: which tokens of which sequences each step computes (Dynamic SplitFuse, arXiv 2401.08671)."""
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from fastgen_jax.scheduler.blocks import BlockPool
-from fastgen_jax.scheduler.sequence import Row, Sequence, StepPlan
+from fastgen_jax.scheduler.limits import Limits
+from fastgen_jax.scheduler.policies import get_policy
+from fastgen_jax.scheduler.prefix_cache import PrefixCache
+from fastgen_jax.scheduler.sequence import Row, Sequence, Step, StepPlan
+from fastgen_jax.scheduler.waiting import WaitingQueue
 from fastgen_jax.types import FinishReason
 
 LOOKAHEAD = 8  # sequences behind a blocked one that a step looks at: its cost may not grow with the queue
-MAX_STALE = 64  # ended sequences that the waiting heap may hold beyond as many as there are live ones
-
-
-@dataclass(slots=True)
-class _Step:
-    """A plan being built. `reserve` blocks stay free for the decodes among its rows."""
-
-    budget: int
-    reserve: int = 0
-    rows: list[Row] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
@@ -31,6 +22,10 @@ class Scheduler:
     done, and the device runs steps in order. So a sequence found ended leaves one dead row in the step
     already dispatched, and its blocks and its slot can be given away at once: the dead row writes to them
     before any later step can. Pack a plan before calling anything else: later calls change its sequences.
+    A plan that is not run leaves tokens that count as computed and are not: `abort` all, and `forget_cache`.
+
+    That is policy "splitfuse"; `fastgen_jax.scheduler.policies` has others, which fill steps differently. With
+    prefix_caching, sequences that begin alike share blocks (`PrefixCache`).
 
     Rank: higher priority first, then earlier arrival.
 
@@ -54,21 +49,16 @@ class Scheduler:
         max_num_seqs: int,
         max_model_len: int,
         max_bypass: int = 16,
+        policy: str = "splitfuse",
+        prefix_caching: bool = False,
     ) -> None:
-        if not 1 <= max_num_seqs <= max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_seqs={max_num_seqs} must be between 1 and max_num_batched_tokens="
-                f"{max_num_batched_tokens}: a step has a token for every running sequence"
-            )
-        if max_bypass < 0:
-            raise ValueError(f"max_bypass={max_bypass} is negative; it must be 0 (nothing passes) or more")
         self.block_pool = block_pool
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
-        self._max_bypass = max_bypass
+        self._policy = get_policy(policy)
+        self._cache = PrefixCache(block_pool, enabled=prefix_caching)
+        self._limits = Limits(max_num_batched_tokens, max_num_seqs, max_model_len, max_bypass)
         self._sequences: dict[int, Sequence] = {}  # every unfinished one
         self._running: list[Sequence] = []  # those with a slot, best-ranked first
-        self._waiting: list[tuple[int, bool, int, Sequence]] = []  # a heap; ended ones are skipped when met
+        self._waiting = WaitingQueue()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))  # a stack
         self._num_arrivals = 0
 
@@ -91,7 +81,7 @@ class Scheduler:
         seq.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._sequences[seq.seq_id] = seq
-        self._enqueue(seq)
+        self._waiting.push(seq)
 
     def schedule(self) -> StepPlan:
         """Plan a step and count it as done: its rows' tokens as computed, its samples as in flight.
@@ -99,13 +89,8 @@ class Scheduler:
         A plan without rows means that nothing can run before the `update` of a step already dispatched,
         or that nothing is left to do.
         """
-        step = _Step(self._max_num_batched_tokens)
-        begun = self._plan_decodes(step)
-        step.budget -= len(step.rows)
-        if begun is not None:
-            self._plan_begun(begun, step)
-        if not step.preempted and self.block_pool.num_free > step.reserve:
-            self._admit(step)
+        step = Step(self._limits.max_num_batched_tokens)
+        self._policy.fill(step, self)
         return StepPlan(step.rows, step.preempted)
 
     def update(self, plan: StepPlan, token_ids: Collection[int]) -> list[Sequence]:
@@ -116,7 +101,7 @@ class Scheduler:
         """
         if len(token_ids) != len(plan.rows):
             raise ValueError(f"{len(token_ids)} token ids for {len(plan.rows)} rows; it takes one per row")
-        updated = []
+        updated, block_size = [], self.block_pool.block_size
         for (seq, _, _, samples), token_id in zip(plan.rows, token_ids, strict=True):
             if not samples or seq.finish_reason is not None:
                 continue
@@ -124,9 +109,12 @@ class Scheduler:
             output = seq.output_token_ids
             output.append(token_id)
             updated.append(seq)
+            num_tokens = len(seq.prompt_token_ids) + len(output)
+            if num_tokens % block_size == 0:
+                self._cache.register(seq)
             if token_id in seq.stop_token_ids and len(output) >= seq.min_tokens:
                 self._end(seq, "stop")
-            elif len(seq.prompt_token_ids) + len(output) >= self._max_num_tokens(seq):
+            elif num_tokens >= self._limits.max_num_tokens(seq):
                 self._end(seq, "length")
         return updated
 
@@ -146,35 +134,17 @@ class Scheduler:
 
     def check_can_run(self, seq: Sequence) -> None:
         """ValueError, naming the numbers, if `seq` could never run here; nothing changes."""
-        num_prompt = len(seq.prompt_token_ids)
         if seq.seq_id in self._sequences:
             raise ValueError(f"seq_id={seq.seq_id} is in use; an unfinished sequence needs its own id")
-        if seq.is_finished:
-            raise ValueError(f"sequence {seq.seq_id} has ended ({seq.finish_reason}); add a new Sequence")
-        if not num_prompt:
-            raise ValueError("the prompt is empty; it needs at least one token")
-        if num_prompt >= self._max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens; "
-                f"max_model_len={self._max_model_len} allows at most {self._max_model_len - 1}"
-            )
-        if seq.max_tokens < 1:
-            raise ValueError(f"max_tokens={seq.max_tokens} is out of range; it must be at least 1")
-        num_tokens = self._max_num_tokens(seq)
-        needed = self.block_pool.blocks_needed(num_tokens - 1)  # the last token's K/V is never written
-        if needed > (usable := self.block_pool.num_blocks - 1):
-            raise ValueError(
-                f"prompt and output may grow to {num_tokens} tokens, which take {needed} blocks of "
-                f"{self.block_pool.block_size}, but the pool has {usable}: raise num_blocks to {needed + 1}, "
-                f"or keep prompt + max_tokens within {usable * self.block_pool.block_size + 1}"
-            )
+        self._limits.check(seq, self.block_pool, self._policy)
 
-    def _max_num_tokens(self, seq: Sequence) -> int:
-        """Prompt and output tokens at which `seq` ends at the latest."""
-        num_tokens = len(seq.prompt_token_ids) + seq.max_tokens
-        return num_tokens if num_tokens < self._max_model_len else self._max_model_len
+    def forget_cache(self) -> None:
+        """Have no sequence share what has been computed so far, nor what those that run go on to compute."""
+        self.block_pool.forget()
+        for seq in self._running:
+            seq.fills_cache = False
 
-    def _plan_decodes(self, step: _Step) -> Sequence | None:
+    def plan_decodes(self, step: Step) -> Sequence | None:
         """Plan one token for each running decode; return the running prompt that is not computed yet.
 
         There is one at most: only the last row of a step can fall short of its sequence's last token, for
@@ -189,19 +159,22 @@ class Scheduler:
             if num_tokens - start > 1:
                 begun = seq
                 continue
-            if num_tokens >= (max_num_tokens := self._max_num_tokens(seq)):
+            if num_tokens >= (max_num_tokens := self._limits.max_num_tokens(seq)):
                 continue  # its last token is in flight
             if start == len(seq.block_table) * block_size and not self._claim_or_preempt(seq, step):
                 continue
             seq.num_computed_tokens = num_tokens
             seq.num_in_flight += 1
             rows.append(Row(seq, start, 1, True))
+            if num_tokens % block_size == 0:
+                self._cache.register(seq)
             if len(seq.block_table) * block_size < max_num_tokens - 1:
                 reserve += 1
+        step.budget -= len(rows)
         step.reserve = reserve
         return begun
 
-    def _plan_begun(self, seq: Sequence, step: _Step) -> None:
+    def plan_begun(self, seq: Sequence, step: Step) -> None:
         """Plan the next chunk of a begun prompt, as far as tokens and blocks last."""
         num_blocks = len(seq.block_table) + max(0, self.block_pool.num_free - step.reserve)
         room = num_blocks * self.block_pool.block_size - seq.num_computed_tokens
@@ -209,50 +182,84 @@ class Scheduler:
         if num_new_tokens and self._claim(seq, num_new_tokens, step.reserve):
             self._plan_chunk(seq, num_new_tokens, step)
 
-    def _plan_chunk(self, seq: Sequence, num_new_tokens: int, step: _Step) -> None:
+    def admit(self, step: Step) -> None:
+        """Plan first chunks of waiting sequences, those that fit past those that do not (see the class).
+
+        Under a policy that does not split prompts, whole ones only, and none is passed.
+        """
+        max_blocked = LOOKAHEAD if self._policy.splits_prompts else 0
+        blocked: list[Sequence] = []
+        while len(blocked) <= max_blocked and self._has_room(step):
+            seq = self._waiting.pop()
+            if seq is None:
+                break
+            if not self._admit_one(seq, step):
+                blocked.append(seq)
+            else:
+                for passed in blocked:
+                    passed.num_bypassed += 1
+            if any(passed.num_bypassed >= self._limits.max_bypass for passed in blocked):
+                break
+        for seq in blocked:
+            self._waiting.push(seq)
+
+    def decode_reserve(self) -> int:
+        """How many running sequences will need another block before they end."""
+        return sum(map(self._needs_another_block, self._running))
+
+    def _has_room(self, step: Step) -> bool:
+        """Whether there is a slot, a token and a block for one more sequence."""
+        return bool(self._free_slots) and step.budget > 0 and self.block_pool.num_free > step.reserve
+
+    def _admit_one(self, seq: Sequence, step: Step) -> bool:
+        """Let `seq` run, and plan its first chunk; False, and nothing changed, if that does not fit now."""
+        if seq.num_in_flight:  # the token that a preempted sequence has in flight is part of what it computes anew
+            return False
+        pool = self.block_pool
+        found = self._cache.find(seq)
+        num_cached = len(found) * pool.block_size
+        num_new_tokens = min(seq.num_tokens - num_cached, step.budget)
+        if num_cached + num_new_tokens < seq.num_tokens and not self._policy.splits_prompts:
+            return False
+        missing = pool.blocks_needed(num_cached + num_new_tokens) - len(found)
+        if missing + sum(map(pool.is_free, found)) > pool.num_free - step.reserve:
+            return False
+        pool.share(found)
+        seq.block_table = found
+        seq.num_computed_tokens = num_cached
+        seq.num_registered_blocks, seq.fills_cache = len(found), True
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = num_cached
+        seq.slot = self._free_slots.pop()
+        insort(self._running, seq, key=_rank)
+        self._claim(seq, num_new_tokens)
+        self._plan_chunk(seq, num_new_tokens, step)
+        return True
+
+    def _plan_chunk(self, seq: Sequence, num_new_tokens: int, step: Step) -> None:
         samples = num_new_tokens == seq.num_uncomputed_tokens
         step.rows.append(Row(seq, seq.num_computed_tokens, num_new_tokens, samples))
         step.budget -= num_new_tokens
         seq.num_computed_tokens += num_new_tokens
+        self._cache.register(seq)
         if samples:
             seq.num_in_flight += 1
-            step.reserve += len(seq.block_table) * self.block_pool.block_size < self._max_num_tokens(seq) - 1
+            step.reserve += self._needs_another_block(seq)
 
-    def _admit(self, step: _Step) -> None:
-        """Plan first chunks of waiting sequences, those that fit past those that do not (see the class)."""
-        blocked: list[Sequence] = []
-        while self._waiting and self._free_slots and step.budget and len(blocked) <= LOOKAHEAD:
-            seq = heapq.heappop(self._waiting)[-1]
-            if seq.is_finished:
-                continue
-            num_new_tokens = min(seq.num_uncomputed_tokens, step.budget)
-            # The token that a preempted sequence has in flight is part of what it computes anew.
-            if seq.num_in_flight or not self._claim(seq, num_new_tokens, step.reserve):
-                blocked.append(seq)
-            else:
-                seq.slot = self._free_slots.pop()
-                insort(self._running, seq, key=_rank)
-                self._plan_chunk(seq, num_new_tokens, step)
-                for passed in blocked:
-                    passed.num_bypassed += 1
-            if any(passed.num_bypassed >= self._max_bypass for passed in blocked):
-                break
-        for seq in blocked:
-            self._enqueue(seq)
+    def _needs_another_block(self, seq: Sequence) -> bool:
+        return len(seq.block_table) * self.block_pool.block_size < self._limits.max_num_tokens(seq) - 1
 
     def _claim(self, seq: Sequence, num_new_tokens: int, reserve: int = 0) -> bool:
         """Give `seq` the blocks for its next tokens if `reserve` stay free; say whether it has them."""
         pool = self.block_pool
         missing = pool.blocks_needed(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
-        if missing == 0:
-            return True
-        blocks = pool.allocate(missing) if missing <= pool.num_free - reserve else None
+        blocks = pool.allocate(missing) if missing <= max(0, pool.num_free - reserve) else None
         if blocks is None:
             return False
         seq.block_table += blocks
         return True
 
-    def _claim_or_preempt(self, seq: Sequence, step: _Step) -> bool:
+    def _claim_or_preempt(self, seq: Sequence, step: Step) -> bool:
         """Give `seq` a block, at the expense of worse-ranked ones; False if it had to go itself."""
         while seq.slot is not None:
             if self._claim(seq, 1):
@@ -260,17 +267,14 @@ class Scheduler:
             self._preempt_worst(step)
         return False
 
-    def _preempt_worst(self, step: _Step) -> None:
+    def _preempt_worst(self, step: Step) -> None:
         """Send the worst-ranked running sequence back to wait, to be computed anew."""
         seq = self._running.pop()
         self._release(seq)
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
-        self._enqueue(seq)
+        self._waiting.push(seq)
         step.preempted.append(seq)
-
-    def _enqueue(self, seq: Sequence) -> None:
-        heapq.heappush(self._waiting, (-seq.priority, seq.num_preemptions == 0, seq.arrival, seq))
 
     def _release(self, seq: Sequence) -> None:
         """Take back the blocks and the slot of a sequence that is leaving `_running`."""
@@ -287,9 +291,8 @@ class Scheduler:
         if seq.slot is not None:
             del self._running[bisect_left(self._running, _rank(seq), key=_rank)]
             self._release(seq)
-        elif len(self._waiting) > 2 * self.num_waiting + MAX_STALE:
-            self._waiting = [entry for entry in self._waiting if not entry[-1].is_finished]
-            heapq.heapify(self._waiting)
+        else:
+            self._waiting.forget_ended(self.num_waiting)
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 import fastgen_jax
-from fastgen_jax import cli_generate, cli_plan
+from fastgen_jax import cli_bench, cli_generate, cli_plan, cli_simulate
 from fastgen_jax.cli_flags import HelpFormatter
 
 OK, FAILED, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 128 + 2, 128 + 13
@@ -22,6 +22,8 @@ examples:
   fastgen generate --model llama2-7b --prompts prompts.txt --json > answers.jsonl
   fastgen generate                              a conversation, on a terminal
   fastgen plan --model llama2-7b --gpu h200     what it takes there, without the GPU
+  fastgen bench --clients 1,4,16                latencies and throughput under load
+  fastgen simulate --model llama2-7b --gpu h200 what it would serve there
 
 `fastgen COMMAND --help` explains a command."""
 
@@ -47,6 +49,8 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     cli_generate.add_command(commands)
     cli_plan.add_command(commands)
+    cli_bench.add_command(commands)
+    cli_simulate.add_command(commands)
     return parser
 
 

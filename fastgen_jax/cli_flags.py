@@ -39,7 +39,8 @@ ENGINE_HELP = {
     "block_size": "tokens in a block of KV memory",
     "num_blocks": "blocks of KV memory; otherwise what fits",
     "gpu_memory_utilization": "the share of the GPU's memory to use",
-    "max_num_batched_tokens": "the token budget of a step (Dynamic SplitFuse)",
+    "max_num_batched_tokens": "the token budget of a step (Dynamic SplitFuse), or auto: where throughput stops growing",
+    "max_step_ms": "with auto, the budget is the largest below that whose step takes no longer",
     "max_num_seqs": "sequences in a step at most",
     "max_model_len": "longest prompt and output together; otherwise the model's own",
     "backend": "attention backend; otherwise the best that runs here",
@@ -169,6 +170,7 @@ class _Merge(argparse.Action):
 
 
 _whole = _reader(int, "a whole number")
+_whole_or_auto = _reader(lambda text: text if text == "auto" else int(text), "a whole number or auto")
 _whole_or_none = _reader(lambda text: None if text.lower() == "none" else int(text), "a whole number or none")
 _number = _reader(float, "a number")
 _token_ids = _reader(lambda text: [int(i) for i in text.split(",")], "token ids with commas between them")
@@ -177,6 +179,7 @@ _biases = _reader(_read_biases, "ID=BIAS or a JSON object of token ids and numbe
 # One value to a flag: a flag that took several would swallow the prompt behind it.
 _IDS = {"action": "extend", "type": _token_ids, "metavar": "ID,ID,..."}
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "max_num_batched_tokens": {"type": _whole_or_auto, "metavar": "N"},
     "stop": {"action": "append", "metavar": "TEXT"},
     "stop_token_ids": _IDS,
     "allowed_token_ids": _IDS,

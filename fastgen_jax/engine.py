@@ -11,7 +11,7 @@ from typing import Any, Concatenate, cast
 
 import numpy as np
 
-from fastgen_jax import defaults, pretrained, progress
+from fastgen_jax import budget, defaults, pretrained, progress
 from fastgen_jax.batch import Settings
 from fastgen_jax.intake import Intake, Messages, OnPiece, Prompt, dynamic_rope_len, prompt_list
 from fastgen_jax.low_level import LowLevel
@@ -80,12 +80,13 @@ class Engine:
         wanted = self.config.max_model_len or longest
         if wanted > longest:
             raise ValueError(f"max_model_len={wanted} is more than the model's {longest} positions")
-        budget = self.config.max_num_batched_tokens
-        max_num_seqs = self.config.max_num_seqs or min(defaults.MAX_NUM_SEQS, budget)
+        largest = budget.largest(self.config)
+        max_num_seqs = self.config.max_num_seqs or min(defaults.MAX_NUM_SEQS, largest)
         self._runner = ModelRunner(
             model,
             params,
             self.config,
+            max_num_batched_tokens=largest,
             max_model_len=wanted,
             max_num_seqs=max_num_seqs,
             block_size=block_size,
@@ -97,10 +98,14 @@ class Engine:
                 f"max_model_len={wanted} needs more than the pool's {self.max_model_len} tokens; "
                 f"raise num_blocks to {block_pool.blocks_needed(wanted - 1) + 1} or lower max_model_len"
             )
+        self.step_curve = budget.tune(self._runner, self.config, show_progress)
+        self.max_num_batched_tokens = budget.choose(self.step_curve, self.config)
+        self._runner.limit(self.max_num_batched_tokens)
+        max_num_seqs = min(max_num_seqs, self.max_num_batched_tokens)
         self._block_pool = block_pool
         self._scheduler = Scheduler(
             block_pool,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             policy=self.config.policy,
@@ -124,7 +129,9 @@ class Engine:
         self._pending: Pending | None = None
         self._request_ids = itertools.count()
         self._totals = Counter[str]()
-        self._low_level = LowLevel(self._runner, block_pool, max_num_seqs, budget, self.max_model_len)
+        self._low_level = LowLevel(
+            self._runner, block_pool, max_num_seqs, self.max_num_batched_tokens, self.max_model_len
+        )
         if self.config.warm_up:
             self._warm_up(show_progress)
         self._compiled_at_start = self._runner.programs.num_compiled

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, cast
 
-import jinja2
 import numpy as np
 
 from fastgen_jax.batch import Settings
@@ -69,6 +68,8 @@ class Intake:
                 raise TypeError(f'a message is {{"role": text, "content": text}}, not {message!r:.60}')
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("this model's tokenizer has no chat template; use generate with a plain prompt")
+        import jinja2
+
         try:
             out = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         except jinja2.TemplateError as error:

@@ -59,7 +59,7 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
         "jax": jax.__version__,
         "block_size": sizing.block_size,
         "max_num_seqs": sizing.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_batched_tokens": sizing.budget,
         "device_bytes": gpu.memory_bytes,
         "limit_bytes": sizing.limit_bytes,
         "budget_bytes": sizing.budget_bytes,
@@ -124,7 +124,7 @@ class _Planner:
         context = min(CONTEXT, s.wanted_len, tokens)
         most = min(s.max_num_seqs, (num_blocks - 1) // s.blocks_for(context))
         bounds = [roofline.decode(s.work, s.gpu, s.dtype, n, context) for n in sorted({1, most})]
-        bounds.append(roofline.prompt(s.work, s.gpu, s.dtype, s.config.max_num_batched_tokens))
+        bounds.append(roofline.prompt(s.work, s.gpu, s.dtype, s.budget))
         return {
             "pool_bytes": num_blocks * s.block_bytes,
             "pool_blocks": num_blocks,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fastgen_jax import kv_pool
-from fastgen_jax.batch import NUM_INTS, NUM_SETTINGS, Layout, Settings, bucket_ladder
+from fastgen_jax.batch import NUM_INTS, NUM_SETTINGS, Layout, Settings, bucket_for, bucket_ladder
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.layers import Params
 from fastgen_jax.sampling import logprobs, sample
@@ -153,20 +153,26 @@ class Programs:
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        few: tuple[int, ...] = (),
     ) -> "Programs":
-        """Those of an engine of these sizes; `params` may be shapes."""
+        """Those of an engine of these sizes; `params` may be shapes. few: buckets of less than `batch.MIN_BUCKET`."""
         dtype = jax.tree.leaves(params)[0].dtype
         pool = jax.eval_shape(lambda: kv_pool.allocate(model.config, model.backend, num_blocks, block_size, dtype))
         state = jax.eval_shape(lambda: SamplingState.allocate(max_num_seqs, max_model_len, model.config.vocab_size))
         return cls(
             model,
             Layout(max_num_seqs, -(-max_model_len // block_size), block_size),
-            bucket_ladder(max_num_batched_tokens),
-            bucket_ladder(max_num_seqs),
+            bucket_ladder(max_num_batched_tokens, few),
+            bucket_ladder(max_num_seqs, few),
             params,
             pool,
             state,
         )
+
+    def limit(self, max_num_batched_tokens: int) -> None:
+        """Drop the buckets that no step of so many tokens needs."""
+        self.buckets = _up_to(self.buckets, max_num_batched_tokens)
+        self.row_buckets = _up_to(self.row_buckets, min(max_num_batched_tokens, self.layout.max_num_seqs))
 
     def reused_shapes(self) -> Any:
         """What a backbone takes and gives back in place: the KV pool and the token pool."""
@@ -224,6 +230,11 @@ class Programs:
         per_request = (state.allowed_bits, state.stop_bits, state.bias_ids, state.bias_values)
         row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in per_request]
         return jax.jit(set_row, donate_argnums=(0,)).lower(state, ints(), *row)
+
+
+def _up_to(ladder: list[int], size: int) -> list[int]:
+    """The ladder as far as the bucket that holds `size`."""
+    return [bucket for bucket in ladder if bucket <= bucket_for(ladder, size)]
 
 
 def shapes_of(tree: Any) -> Any:

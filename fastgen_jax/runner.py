@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from fastgen_jax import kv_pool
-from fastgen_jax.batch import Packer, Settings, SettingsOf, SplitsOf, bucket_for, bucket_ladder
+from fastgen_jax.batch import FEW_TOKENS, Packer, Settings, SettingsOf, SplitsOf, bucket_for
 from fastgen_jax.models.layers import Params
 from fastgen_jax.programs import Programs
 from fastgen_jax.sampling_state import SamplingState
@@ -51,7 +51,8 @@ class Pending:
 class ModelRunner:
     """Runs step plans on the device, in the order they are dispatched.
 
-    max_model_len: at most; it shrinks to what the pool holds. num_blocks: of the pool, as built.
+    max_num_batched_tokens: of the largest step. max_model_len: at most; it shrinks to what the pool holds.
+    num_blocks: of the pool, as built.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ModelRunner:
         params: Params,
         config: EngineConfig,
         *,
+        max_num_batched_tokens: int,
         max_model_len: int,
         max_num_seqs: int,
         block_size: int,
@@ -67,8 +69,9 @@ class ModelRunner:
         self.model = model
         self.dtype = one_dtype(params)
         self.params = jax.tree.map(jnp.asarray, params)
+        (self._device,) = jax.tree.leaves(self.params)[0].devices()
         self._block_size, self._max_num_seqs = block_size, max_num_seqs
-        self._buckets, self._row_buckets = bucket_ladder(config.max_num_batched_tokens), bucket_ladder(max_num_seqs)
+        self._max_num_batched_tokens = max_num_batched_tokens
         self.num_blocks = config.num_blocks or self._fit_blocks(config.gpu_memory_utilization, max_model_len)
         self.max_model_len = min(max_model_len, (self.num_blocks - 1) * block_size + 1)
         self.programs = self._programs(self.num_blocks, self.max_model_len)
@@ -78,7 +81,12 @@ class ModelRunner:
         """Forget every sequence: empty pools, and no tenant in any slot."""
         self.kv_pool = self._allocate_pool(self.num_blocks)
         self.state = self._allocate_state(self.max_model_len)
-        self.packer = Packer(self.programs.layout, self._buckets, self._split_planner())
+        self.packer = Packer(self.programs.layout, self.programs.buckets, self._split_planner())
+
+    def limit(self, max_num_batched_tokens: int) -> None:
+        """Keep only the buckets that steps of at most so many tokens need."""
+        self.programs.limit(max_num_batched_tokens)
+        self.packer.buckets = self.programs.buckets
 
     def _split_planner(self) -> SplitsOf | None:
         """Dynamic SplitKV's plan for each step, if the backend's kernels take one."""
@@ -108,9 +116,8 @@ class ModelRunner:
         """How many blocks there is memory for."""
         per_block = kv_pool.block_bytes(self.model.config, self.model.backend, self._block_size, self.dtype)
         most = self._max_num_seqs * -(-max_model_len // self._block_size) + 1
-        (device,) = jax.tree.leaves(self.params)[0].devices()
-        free_bytes = kv_pool.free_bytes(device, utilization)
-        if device.platform == "cpu":
+        free_bytes = kv_pool.free_bytes(self._device, utilization)
+        if self._device.platform == "cpu":
             return kv_pool.fit_blocks(free_bytes, per_block, most)
         return kv_pool.size_pool(
             free_bytes, per_block, most, lambda blocks: self._programs(blocks, max_model_len).largest_step_bytes()
@@ -124,7 +131,8 @@ class ModelRunner:
             block_size=self._block_size,
             max_model_len=max_model_len,
             max_num_seqs=self._max_num_seqs,
-            max_num_batched_tokens=self._buckets[-1],
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            few=FEW_TOKENS if self._device.platform == "cpu" and self.dtype == jnp.float32 else (),
         )
 
     def _allocate_pool(self, num_blocks: int) -> list[kv_pool.LayerKV]:
@@ -142,7 +150,7 @@ class ModelRunner:
         report: fetch log-probabilities of the samples. wants_prompt: whether those of a row's prompt are wanted.
         """
         hidden, last, rows = self._backbone(plan, settings_of)
-        num_rows = bucket_for(self._row_buckets, len(plan.rows))
+        num_rows = bucket_for(self.programs.row_buckets, len(plan.rows))
         program = self.programs.get("sample_logprobs" if report else "sample", num_rows)
         sampled, self.state = program(self._head_params, self.state, last, rows)
         prompt, bucket = None, hidden.shape[0]
@@ -156,7 +164,7 @@ class ModelRunner:
     def logits(self, plan: StepPlan) -> np.ndarray:
         """Run a step and return float32 logits [rows, V] after each row's last token."""
         _, last, _ = self._backbone(plan, lambda seq: Settings(num_prompt_tokens=len(seq.prompt_token_ids)))
-        program = self.programs.get("logits", bucket_for(self._row_buckets, len(plan.rows)))
+        program = self.programs.get("logits", bucket_for(self.programs.row_buckets, len(plan.rows)))
         return np.asarray(program(self._head_params, last))[: len(plan.rows)]
 
     def set_row(self, slot: int, row: tuple[np.ndarray, ...]) -> None:

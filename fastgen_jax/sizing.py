@@ -18,7 +18,7 @@ from fastgen_jax.kernels.mosaic_gpu import MosaicGpu, Target
 from fastgen_jax.models.layers import Params
 from fastgen_jax.programs import Key, Programs
 from fastgen_jax.roofline import Work
-from fastgen_jax.types import EngineConfig
+from fastgen_jax.types import UNTUNED_BUDGET, EngineConfig
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,10 @@ class Sizing:
         self.limit_bytes = int(gpu.memory_bytes * mem_fraction)
         self.budget_bytes = int(self.limit_bytes * config.gpu_memory_utilization)
         self.block_size = config.block_size or self.backend.DEFAULT_BLOCK_SIZE
-        self.max_num_seqs = config.max_num_seqs or min(defaults.MAX_NUM_SEQS, config.max_num_batched_tokens)
+        given = config.max_num_batched_tokens
+        # Nothing can be timed here.
+        self.budget = max(UNTUNED_BUDGET, config.max_num_seqs or 0) if given == "auto" else given
+        self.max_num_seqs = config.max_num_seqs or min(defaults.MAX_NUM_SEQS, self.budget)
         self.block_bytes = kv_pool.block_bytes(self.model_config, self.backend, self.block_size, self.dtype)
 
     @property
@@ -129,7 +132,7 @@ class Sizing:
             block_size=self.block_size,
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_batched_tokens=self.budget,
         )
 
     @cached_property

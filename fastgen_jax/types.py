@@ -16,6 +16,8 @@ _MORE_THAN_0 = 1e-6
 MAX_LOGIT_BIAS = 512
 MAX_STOP_LENGTH = 1024
 DTYPES = ("float32", "bfloat16", "float16")
+UNTUNED_BUDGET = 512
+"""What max_num_batched_tokens="auto" is where nothing can be timed."""
 POLICIES = ("splitfuse", "prefill_first", "orca")
 """What a step is filled with; see `fastgen_jax.scheduler.policies`."""
 
@@ -240,7 +242,10 @@ class EngineConfig:
     num_blocks: blocks in the pool, the null block included; otherwise as many as fit.
     gpu_memory_utilization: share, for weights, one step and the pool, of the memory that JAX may use on a GPU
         (75 % of it unless XLA_CLIENT_MEM_FRACTION says otherwise). On a CPU the pool takes up to 1 GiB.
-    max_num_batched_tokens: the token budget of a step (Dynamic SplitFuse).
+    max_num_batched_tokens: the token budget of a step (Dynamic SplitFuse). "auto" times a step of every bucket after
+        the warm-up, once for a model and a machine, and takes the smallest whose throughput is all but the best; with
+        warm_up=False and nothing kept from before it is 512.
+    max_step_ms: with "auto", the budget is the largest below that whose step stays within so many milliseconds.
     max_num_seqs: sequences in a step at most; never more than max_num_batched_tokens.
     max_model_len: longest prompt + output; at most the model's own.
     backend: attention backend, one of `fastgen_jax.kernels.BACKENDS`.
@@ -259,7 +264,8 @@ class EngineConfig:
     block_size: int | None = None
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | Literal["auto"] = "auto"
+    max_step_ms: float | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     backend: str | None = None
@@ -280,7 +286,9 @@ class EngineConfig:
         _number("block_size", self.block_size, 1, 1024, whole=True, none=True)
         _number("num_blocks", self.num_blocks, 2, math.inf, whole=True, none=True)
         _number("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1)
-        _number("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20, whole=True)
+        if self.max_num_batched_tokens != "auto":
+            _number("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20, whole=True)
+        _number("max_step_ms", self.max_step_ms, _MORE_THAN_0, 10**6, none=True)
         _number("max_num_seqs", self.max_num_seqs, 1, 2**16, whole=True, none=True)
         _number("max_model_len", self.max_model_len, 1, math.inf, whole=True, none=True)
         _number("seed", self.seed, 0, 2**31 - 1, whole=True)
@@ -289,7 +297,17 @@ class EngineConfig:
         for name in ("prefix_caching", "overlap", "warm_up", "compile_cache"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be True or False")
-        if self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
+        if self.max_num_batched_tokens == "auto":
+            if self.policy != "splitfuse":
+                raise ValueError(
+                    f"policy={self.policy!r} never splits a prompt: set max_num_batched_tokens to the longest sequence"
+                )
+        elif self.max_step_ms is not None:
+            raise ValueError(
+                f"max_step_ms={self.max_step_ms} chooses max_num_batched_tokens, which is given as "
+                f'{self.max_num_batched_tokens}; leave that "auto"'
+            )
+        elif self.max_num_seqs is not None and self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs={self.max_num_seqs} is more than max_num_batched_tokens={self.max_num_batched_tokens}: "
                 "a step must have a token for every running sequence"

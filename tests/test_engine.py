@@ -325,6 +325,9 @@ def test_abort_returns_what_there_was():
     ("config", "match"),
     [
         ({"max_num_seqs": 32, "max_num_batched_tokens": 16}, "max_num_seqs=32 is more than"),
+        ({"max_step_ms": 10, "max_num_batched_tokens": 16}, 'which is given as 16; leave that "auto"'),
+        ({"max_step_ms": 0}, "max_step_ms=0 is out of range; it must be a number above 0"),
+        ({"policy": "orca", "max_num_batched_tokens": "auto"}, "policy='orca' never splits a prompt: set"),
         ({"max_model_len": MAX_LEN + 1}, "more than the model's"),
         ({"max_model_len": 200, "num_blocks": 5}, "needs more than the pool's 65 tokens"),
         ({"num_blocks": 1}, "num_blocks=1 is out of range"),

@@ -286,7 +286,7 @@ def test_launches_are_counted():
         (["--tp", "0"], "tp=0 must be a whole number from 1 to 64"),
         (["--mem-fraction", "1.5"], "mem_fraction=1.5 must be above 0 and at most 1"),
         (["--dtype", "int8"], "dtype='int8' is not supported; choose float32, bfloat16, float16"),
-        (["--max-num-seqs", "1000"], "max_num_seqs=1000 is more than max_num_batched_tokens=512"),
+        (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "max_num_seqs=9 is more than max_num_batched"),
         (["--backend", "cuda"], "backend='cuda' does not exist"),
         (["--tp", "3"], "tp=3 does not divide the model's num_heads, 32"),
         (["--model", "llama2-70b", "--tp", "16"], "tp=16 does not divide the model's num_kv_heads, 8"),

@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fastgen_jax.batch import bucket_ladder
 from fastgen_jax.bench.simulator import SimulatedEngine, SimulatorConfig
 from fastgen_jax.bench.step_model import keys_and_pairs, padded
 from fastgen_jax.scheduler import Row
@@ -98,13 +97,18 @@ def interpolate(curve: Curve, size: int) -> float:
     raise AssertionError("a curve ends")
 
 
+def ladder(curve: Curve, largest: int) -> list[int]:
+    """The sizes of a curve as far as `largest`, which closes it."""
+    return [*(size for size, _ in curve if size < largest), largest]
+
+
 class MeasuredSteps:
     """The step model of a table. Hosts cost nothing on their own: the table's steps contain what they cost."""
 
     def __init__(self, table: StepTable, config: SimulatorConfig) -> None:
         self._table = table
-        self._buckets = bucket_ladder(config.max_num_batched_tokens) if config.pad else []
-        self._row_buckets = bucket_ladder(config.max_num_seqs) if config.pad else []
+        self._buckets = ladder(table.bucket_s, config.max_num_batched_tokens) if config.pad else []
+        self._row_buckets = ladder(table.row_s, config.max_num_seqs) if config.pad else []
 
     def device_seconds(self, rows: Sequence[Row]) -> float:
         table = self._table

@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastgen_jax.batch import bucket_ladder
 from fastgen_jax.bench.machine import about
 from fastgen_jax.bench.measured_steps import Curve, MeasuredSteps, StepTable, interpolate
 from fastgen_jax.bench.simulator import SimulatorConfig
@@ -65,7 +64,7 @@ class _Measuring:
         runner = engine._runner
         self._engine, self._advance = engine, advance
         self._steps = Steps(runner)
-        self.buckets, self.row_buckets = runner.packer.buckets, bucket_ladder(runner.programs.layout.max_num_seqs)
+        self.buckets, self.row_buckets = runner.programs.buckets, runner.programs.row_buckets
         self.longest = engine.max_model_len - 1
 
     def seconds(self, rows: list[tuple[int, int]]) -> float:

@@ -37,7 +37,7 @@ def activation(name: str) -> Callable[[Array], Array]:
     return ACTIVATIONS[name]
 
 
-_FEW_ROWS = 64  # measured with `scripts/bench_matmul.py` on two CPU cores
+_FEW_ROWS = 32  # measured with `scripts/bench_matmul.py` on two CPU cores
 
 
 def matmul(x: Array, weight: Array, *, out_dtype: Any = None) -> Array:

@@ -7,7 +7,6 @@ a larger step takes longer and brings nothing. The smallest step that is busy is
 import hashlib
 import json
 import os
-import platform
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import jax
 
+from fastgen_jax.machine import cpu_model
 from fastgen_jax.progress import bar
 from fastgen_jax.runner import ModelRunner
 from fastgen_jax.step_times import Steps
@@ -129,7 +129,7 @@ def measure(buckets: list[int], seconds_of: Callable[[int], float], advance: Cal
 def key(runner: ModelRunner) -> dict[str, str]:
     """What a curve depends on, for its place in the cache."""
     device = jax.devices()[0]
-    machine = _cpu_name() + f" x {os.cpu_count()}" if device.platform == "cpu" else ""
+    machine = cpu_model() + f" x {os.cpu_count()}" if device.platform == "cpu" else ""
     return {
         "model": repr(runner.model.config),
         "backend": runner.model.backend.NAME,
@@ -173,12 +173,3 @@ def _path(key: Mapping[str, str]) -> Path | None:
         return None
     name = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:16]
     return Path(folder) / FOLDER / f"{name}.json"
-
-
-def _cpu_name() -> str:
-    """The processor's name; JAX calls every one of them "cpu"."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -2,12 +2,13 @@
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastgen_jax.bench import machine, plots, report, result, session
+from fastgen_jax.bench import curve, machine, plots, report, result, session
 from fastgen_jax.bench.load import random_corpus, word_salad
 from fastgen_jax.bench.result import Limits, Results, Run
 from fastgen_jax.bench.workload import Workload, closed_points, long_prompt_points, open_points
@@ -27,6 +28,7 @@ examples:
   fastgen bench --policy splitfuse,prefill_first,orca --prompt-mean 650 --output-mean 60
   fastgen bench --rate 0.5,1,2 --ttft-limit 1 --tpot-limit 0.05
   fastgen bench --policy splitfuse,prefill_first --long-prompt 2000 --decodes 8,15
+  fastgen bench --curve --plots plots
   fastgen bench --url http://127.0.0.1:8000/v1 --tokenizer smollm2-135m --clients 8
   fastgen bench --from-json ours.json --from-json theirs.json --plots plots
 
@@ -83,6 +85,8 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--rate", metavar="X,X,...", type=_list_of(float), help=text)
     text = "tokens of one prompt that arrives among --decodes, instead of the clients"
     kind.add_argument("--long-prompt", metavar="N", type=int, help=text)
+    text = "how long the engine's steps take, over their tokens and their sequences, instead of a load"
+    kind.add_argument("--curve", action="store_true", help=text)
     text = "numbers of decodes, of the mean lengths, for --long-prompt (default 8,15)"
     group.add_argument("--decodes", metavar="N,N,...", type=_list_of(int), default=DECODES, help=text)
     text = "of each number of clients or rate (default 4 x clients + 32)"
@@ -124,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
     Limits(**limits)
     if args.plots is not None:
         plots.require()
+    if args.curve:
+        return _curve(args)
     if args.from_json:
         results = result.load(args.from_json)
         results.limits = dataclasses.replace(results.limits, **limits)
@@ -135,6 +141,23 @@ def run(args: argparse.Namespace) -> int:
         for path in plots.draw(results, args.plots):
             note(f"wrote {path}", args.quiet)
     return FAILED if any(run.errors for run in results.runs) else 0
+
+
+def _curve(args: argparse.Namespace) -> int:
+    """Show what the automatic token budget goes by."""
+    if args.url is not None or args.from_json:
+        raise ValueError("--curve measures an engine in this process; leave out --url and --from-json")
+    show_progress = False if args.quiet else None
+    config = given(args, EngineConfig)
+    engine = session.load_engine(args.model or DEFAULT_MODEL, args.revision, config, show_progress)
+    times = curve.measure(engine, show_progress)
+    if sys.stdout is not None:
+        curve.show(times, sys.stdout)
+    if args.json is not None:
+        args.json.write_text(json.dumps(curve.to_json(times, machine.about()), indent=1))
+    if args.plots is not None:
+        note(f"wrote {curve.draw(times, args.plots)}", args.quiet)
+    return 0
 
 
 def _measure(args: argparse.Namespace, limits: Limits) -> Results:

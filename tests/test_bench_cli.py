@@ -12,12 +12,15 @@ from tiny import tiny_engine
 
 import fastgen_jax
 from fastgen_jax import cli
-from fastgen_jax.bench import report, result
+from fastgen_jax.bench import curve, report, result
+from fastgen_jax.bench.curve import StepTimes
 from fastgen_jax.bench.load import random_corpus
 from fastgen_jax.bench.metrics import Record
 from fastgen_jax.bench.result import Limits, Results, Run, Step
 from fastgen_jax.bench.session import policy_config
 from fastgen_jax.bench.workload import CLOSED, LONG_PROMPT, OPEN, Load, Workload, closed_points, point_requests
+from fastgen_jax.budget import Curve
+from fastgen_jax.step_times import Steps
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench.py"
 SMALL = ["--prompt-mean", "8", "--output-mean", "4", "--requests", "3", "--clients", "2", "--quiet"]
@@ -54,7 +57,7 @@ def test_policies_run_on_the_same_work(capsys, engines, tmp_path):
     for run in found.runs:
         assert sum(step.prompt for step in run.steps) == sum(prompt for prompt, _ in lengths[0])
         assert sum(step.decode for step in run.steps) == sum(output - 1 for _, output in lengths[0])
-        assert all((step.decode + step.prompt + step.padding) % 16 == 0 for step in run.steps)
+        assert {step.decode + step.prompt + step.padding for step in run.steps} <= {1, 8, 12, 16}  # buckets
     assert [config["policy"] for config in engines] == ["splitfuse", "orca"]
 
 
@@ -64,7 +67,32 @@ def test_a_policy_that_computes_prompts_whole_gets_the_budget_it_needs():
     config = {"max_num_batched_tokens": 64, "dtype": "float32"}
     assert policy_config("splitfuse", config, points) == {**config, "policy": "splitfuse"}
     assert policy_config("orca", config, points) == {**config, "policy": "orca", "max_num_batched_tokens": longest}
-    assert policy_config("orca", {}, points)["max_num_batched_tokens"] == 512
+    assert policy_config("orca", {}, points)["max_num_batched_tokens"] == longest
+
+
+def test_the_curve_of_an_engines_steps(capsys, engines, monkeypatch, tmp_path):
+    times = StepTimes({1: 0.5, 8: 0.5, 16: 1.0}, knee=8, budget=8, tokens=8, by_sequences={1: 0.5, 2: 0.25})
+    monkeypatch.setattr(curve, "measure", lambda engine, show_progress: times)
+    path = tmp_path / "curve.json"
+    status, out, _ = bench(capsys, "--curve", "--quiet", "--json", str(path))
+    assert status == 0
+    assert re.search(r"8 +│ 500.0 +│ 16 +│ knee, the budget", out)
+    assert json.loads(path.read_text())["by_sequences"] == {"1": 0.5, "2": 0.25}
+
+
+def test_steps_are_timed_over_their_sequences(monkeypatch):
+    engine = tiny_engine(max_num_batched_tokens="auto", max_model_len=12)
+    with pytest.raises(ValueError, match="leave that flag out"):
+        curve.measure(tiny_engine(), False)
+    engine.step_curve, engine.max_num_batched_tokens = Curve({8: 0.5, 16: 1.0}), 16
+    monkeypatch.setattr(Steps, "seconds", lambda self, rows, repeats: tuple(new for new, _ in rows))
+    assert curve.measure(engine, False) == StepTimes(
+        {8: 0.5, 16: 1.0},
+        8,
+        16,
+        16,
+        {2: (8, 8), 4: (4, 4, 4, 4), 8: (2,) * 8},  # one is too long, 16 too many
+    )
 
 
 def test_requests_that_can_never_run_are_refused_before_any_runs(capsys, engines):

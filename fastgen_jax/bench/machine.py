@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fastgen_jax.machine import cpu_model
+
 PACKAGES = ("fastgen-jax", "jax", "jaxlib", "numpy")
 
 
@@ -20,17 +22,6 @@ def about() -> dict[str, Any]:
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "system": platform.platform(terse=True)},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
-
-
-def cpu_model() -> str:
-    """The CPU's name, as well as the system tells."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

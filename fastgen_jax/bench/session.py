@@ -57,11 +57,9 @@ def _policy_runs(
     points_of: PointsOf,
     show_progress: bool | None,
 ) -> Iterator[Run]:
-    with redirect_stdout(stderr):  # stdout is for the results, whatever a library has to say
-        from fastgen_jax import Engine
-        from fastgen_jax.bench.engine_target import EngineTarget, describe
+    engine = load_engine(model, revision, config, show_progress)
+    from fastgen_jax.bench.engine_target import EngineTarget, describe
 
-        engine = Engine.from_pretrained(model, revision=revision, show_progress=show_progress, **config)
     points = points_of(encode(engine.tokenizer, text))
     target = EngineTarget(engine)
     target.check(point_requests(points))
@@ -70,6 +68,14 @@ def _policy_runs(
         start = min(record.sent for record in records)
         steps = tuple(step for step in target.steps if step.time >= start)
         yield Run(policy, point.load, records, steps, {"model": model, **describe(engine)})
+
+
+def load_engine(model: str, revision: str | None, config: Mapping[str, Any], show_progress: bool | None) -> Any:
+    """An `Engine`. Stdout is for the results, whatever a library has to say while it loads."""
+    with redirect_stdout(stderr):
+        from fastgen_jax import Engine
+
+        return Engine.from_pretrained(model, revision=revision, show_progress=show_progress, **config)
 
 
 def server_runs(

@@ -1,6 +1,7 @@
 """The console command `fastgen`. Nothing here imports JAX: a command does, once it has work for it."""
 
 import argparse
+import importlib
 import io
 import os
 import sys
@@ -9,8 +10,10 @@ from contextlib import suppress
 from typing import NoReturn
 
 import fastgen_jax
-from fastgen_jax import cli_bench, cli_generate, cli_plan, cli_simulate
 from fastgen_jax.cli_flags import HelpFormatter
+
+COMMANDS = ("generate", "plan", "bench", "simulate")
+"""Each has a module, `cli_generate` and so on, whose `add_command` adds it to the parser."""
 
 OK, FAILED, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 128 + 2, 128 + 13
 MAX_LINE = 1000
@@ -35,8 +38,11 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def build_parser() -> Parser:
-    """The parser of every command. Its namespaces have `run`, which takes them and returns an exit status."""
+def build_parser(command: str | None = None) -> Parser:
+    """The parser of every command, or of the one that is named, without importing the others.
+
+    Its namespaces have `run`, which takes them and returns an exit status.
+    """
     parser = Parser(
         prog="fastgen",
         usage="fastgen [--version] COMMAND ...",
@@ -47,10 +53,8 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"fastgen {fastgen_jax.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    cli_generate.add_command(commands)
-    cli_plan.add_command(commands)
-    cli_bench.add_command(commands)
-    cli_simulate.add_command(commands)
+    for name in COMMANDS if command is None else (command,):
+        importlib.import_module(f"fastgen_jax.cli_{name}").add_command(commands)
     return parser
 
 
@@ -95,8 +99,10 @@ def _complain(error: BaseException, status: int) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    command = argv[0] if argv and argv[0] in COMMANDS else None
     try:
-        args = build_parser().parse_args(argv)
+        args = build_parser(command).parse_args(argv)
     except SystemExit:  # --help and --version
         return OK
     return args.run(args)

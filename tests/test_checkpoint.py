@@ -20,6 +20,8 @@ from huggingface_hub import errors
 from safetensors.numpy import save_file
 
 from fastgen_jax.checkpoint import ALIASES, load_params, resolve
+from fastgen_jax.checkpoint.gguf_file import GGUFHeader
+from fastgen_jax.checkpoint.gguf_tokenizer import GGUFTokenizer, build_tokenizer
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 from fastgen_jax.models.layers import Linear
 from fastgen_jax.types import DEFAULT_MODEL
@@ -218,6 +220,43 @@ def test_a_folder_without_tokenizer(tmp_path):
         resolve(write_folder(tmp_path)).tokenizer()
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> GGUFTokenizer:
+    return resolve(DEFAULT_MODEL).tokenizer()
+
+
+@pytest.mark.parametrize("text", ["Hello, world!", " naïve  日本語 🤖\n", "<|im_start|>user\nhi<|im_end|>", ""])
+def test_a_gguf_files_tokenizer_does_what_transformers_would(tokenizer, text):
+    full = tokenizer._full
+    ids = tokenizer(text)["input_ids"]
+    assert ids == full(text)["input_ids"]
+    assert tokenizer.encode(text, add_special_tokens=False) == full.encode(text, add_special_tokens=False)
+    assert tokenizer.convert_ids_to_tokens(ids) == full.convert_ids_to_tokens(ids)
+    for part in (ids, ids[:1], ids[1:], ids[:-1]):
+        for skip in (False, True):
+            assert tokenizer.decode(part, skip_special_tokens=skip) == full.decode(part, skip_special_tokens=skip)
+
+
+def test_what_a_gguf_files_tokenizer_does_not_do_itself_transformers_does(tokenizer):
+    full = tokenizer._full
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (full.eos_token_id, len(full))
+    assert tokenizer(["a", "b c"], padding=True) == full(["a", "b c"], padding=True)
+    assert tokenizer.decode(np.array([28, 216])) == full.decode(np.array([28, 216]))
+    assert tokenizer.all_special_ids == full.all_special_ids
+    chat = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == full.apply_chat_template(chat, tokenize=False)
+    with pytest.raises(AttributeError, match="no attribute '_private'"):
+        _ = tokenizer._private
+
+
+def test_a_token_with_a_role_is_special_though_its_type_is_a_words():
+    fields = {"model": "gpt2", "tokens": ["a", "b", "</s>"], "merges": [], "token_type": [1, 1, 1], "eos_token_id": 2}
+    header = GGUFHeader(Path("m.gguf"), {f"tokenizer.ggml.{key}": value for key, value in fields.items()}, {})
+    tokenizer = build_tokenizer(header)
+    assert tokenizer("a</s>b")["input_ids"] == tokenizer._full("a</s>b")["input_ids"] == [0, 2, 1]
+    assert tokenizer.decode([0, 2, 1], skip_special_tokens=True) == "ab"
+
+
 # Reading
 
 
@@ -243,6 +282,24 @@ def test_every_shape_is_read_in_pieces_and_counted(tmp_path, shape):
     source = SafetensorsSource(tmp_path)
     np.testing.assert_array_equal(source.read("a"), expected)
     assert source.bytes_read == expected.nbytes
+
+
+def test_a_tensor_in_the_run_dtype_goes_straight_into_its_rows_of_a_fused_one(tmp_path):
+    part = RNG.normal(size=(3, 4)).astype(np.float32)
+    save_file({"a": part}, tmp_path / "model.safetensors")
+    whole = np.zeros((7, 4), np.float32)
+    SafetensorsSource(tmp_path).read_into("a", whole[2:5])
+    np.testing.assert_array_equal(whole, np.concatenate((np.zeros((2, 4)), part, np.zeros((2, 4)))))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_file_that_ends_while_it_is_read_is_named(tmp_path, dtype):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.ones((3, 4), np.float32)}, path)
+    source = SafetensorsSource(tmp_path)
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(ValueError, match=r"model.safetensors ended at byte \d+, 8 bytes too soon"):
+        source.read_into("a", np.empty((3, 4), dtype))
 
 
 def write_shards(path: Path, shards: dict[str, dict[str, np.ndarray]]) -> dict[str, str]:
@@ -453,6 +510,19 @@ def test_stored_rotary_frequencies_are_ignored():
 def test_place_decides_where_a_leaf_goes():
     placed = load(hf_tensors(), place=lambda array: (array.shape, str(array.dtype)))
     assert placed["lm_head"]["weight"] == ((V, E), "float32")
+
+
+def test_leaves_are_aligned_so_that_a_cpu_takes_them_as_they_are(tmp_path):
+    save_file(hf_tensors(), tmp_path / "model.safetensors")
+    hosts: list[np.ndarray] = []
+
+    def place(host: np.ndarray) -> jax.Array:
+        hosts.append(host)
+        return jax.device_put(host)
+
+    source = SafetensorsSource(tmp_path)
+    placed = jax.tree.leaves(load_params(source, abstract_params(), dtype="bfloat16", fused=FUSED, place=place))
+    assert {leaf.unsafe_buffer_pointer() for leaf in placed} == {host.ctypes.data for host in hosts}
 
 
 def without(name: str) -> dict[str, np.ndarray]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fastgen_jax.cli import COMMANDS
+
 PACKAGE = Path(__file__).parent.parent / "fastgen_jax"
 STDLIB = sys.stdlib_module_names
 
@@ -75,9 +77,35 @@ def test_the_rules_would_notice():
     assert imports(PACKAGE / "engine.py") >= {"fastgen_jax.runner", "fastgen_jax.models.layers"}
 
 
-@pytest.mark.parametrize("module", ["fastgen_jax", "fastgen_jax.types", "fastgen_jax.scheduler", "fastgen_jax.cli"])
-def test_importing_brings_nothing_heavy(module):
-    heavy = "jax flax numpy transformers torch"
-    code = f"import sys, {module}; print([m for m in {heavy.split()} if m in sys.modules])"
+HEAVY = "jax flax numpy transformers tokenizers huggingface_hub gguf jinja2 rich torch"
+
+
+def imported(code: str, names: str) -> list[str]:
+    """Which of these modules are there after running `code` in a new process."""
+    code += f"\nimport sys\nprint(*(name for name in {names.split()} if name in sys.modules), file=sys.stderr)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+    return run.stderr.split()
+
+
+@pytest.mark.parametrize("module", ["fastgen_jax", "fastgen_jax.types", "fastgen_jax.scheduler"])
+def test_importing_brings_nothing_heavy(module):
+    assert imported(f"import {module}", HEAVY) == []
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ""])
+def test_help_brings_nothing_heavy(command):
+    arguments = [command, "--help"] if command else ["--help"]
+    assert imported(f"from fastgen_jax.cli import main; main({arguments})", HEAVY) == []
+
+
+def test_a_command_comes_without_the_others():
+    others = " ".join(f"fastgen_jax.cli_{name}" for name in COMMANDS if name != "generate")
+    assert imported("from fastgen_jax.cli import main; main(['generate', '--help'])", others) == []
+
+
+def test_text_to_tokens_and_back_takes_neither_transformers_nor_the_hub():
+    code = """if True:
+        import fastgen_jax.engine
+        tokenizer = fastgen_jax.checkpoint.resolve("smollm2-135m").tokenizer()
+        assert tokenizer.decode(tokenizer("naïve café")["input_ids"]) == "naïve café" """
+    assert imported(code, "transformers huggingface_hub jinja2 torch") == []

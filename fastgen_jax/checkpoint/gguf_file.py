@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
+from fastgen_jax.checkpoint.dequantize import decodable_type, dequantize
 from fastgen_jax.checkpoint.source import as_rows, assign, read_exactly, row_chunks
 
 ARCHITECTURES = ("llama", "qwen2")  # llama.cpp calls Mistral a llama too
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # in front of a string
 _CHUNK_BYTES = 256 << 10  # of quantised data decoded at once: the decoder's many temporaries stay in cache
 _PERMUTED = re.compile(r"self_attn\.([qk])_proj\.")
 
@@ -118,11 +119,19 @@ class _Cursor:
         return values
 
     def string(self) -> str:
-        (length,) = self.scalars("Q")
-        self.at += length
-        if self.at > len(self.data):
-            raise struct.error("string ends after the file")
-        return self.data[self.at - length : self.at].decode("utf-8")
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        data, at = self.data, self.at
+        found: list[str] = []
+        for _ in range(count):
+            start = at + 8
+            at = start + _LENGTH.unpack_from(data, at)[0]
+            found.append(data[start:at].decode("utf-8"))
+            if at > len(data):
+                raise struct.error("string ends after the file")
+        self.at = at
+        return found
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -130,7 +139,9 @@ class _Cursor:
         if kind != _ARRAY:
             return self.scalars(_SCALARS[kind])[0]
         element, count = self.scalars("I")[0], self.scalars("Q")[0]
-        if element in (_STRING, _ARRAY):
+        if element == _STRING:
+            return self.strings(count)
+        if element == _ARRAY:
             return [self.value(element) for _ in range(count)]
         return list(self.scalars(_SCALARS[element], count))
 
@@ -157,14 +168,9 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFHeader:
 
 
 def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, start: int) -> GGUFTensor:
-    try:
-        type_ = GGMLQuantizationType(kind)
-        block_size, block_bytes = GGML_QUANT_SIZES[type_]
-        dequantize(np.zeros((1, block_bytes), np.uint8), type_)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        raise ValueError(
-            f"tensor {name!r} in {path} has GGML type {kind}, which the gguf package cannot decode"
-        ) from error
+    if (type_ := decodable_type(kind)) is None:
+        raise ValueError(f"tensor {name!r} in {path} has GGML type {kind}, which the gguf package cannot decode")
+    block_size, block_bytes = GGML_QUANT_SIZES[type_]
     if shape and shape[-1] % block_size:
         raise ValueError(f"tensor {name!r} in {path} has rows of {shape[-1]}, not a multiple of {block_size}")
     return GGUFTensor(name, type_, shape, start, math.prod(shape) // block_size * block_bytes)
@@ -196,23 +202,21 @@ class GGUFSource:
     def read_into(self, name: str, out: np.ndarray) -> None:
         tensor, order = self._tensors[name], self._row_order(name)
         out = as_rows(out) if order is None or out.ndim > 1 else out[:, np.newaxis]
-        for rows in row_chunks(out.shape[0], tensor.nbytes // out.shape[0], _CHUNK_BYTES):
-            values = self._read_rows(tensor, rows, out.shape)
-            assign(out, rows if order is None else order[rows], values)
+        in_place = order is None and out.dtype == np.float32 and out.flags.c_contiguous
+        row_bytes = tensor.nbytes // out.shape[0]
+        for rows in row_chunks(out.shape[0], row_bytes, _CHUNK_BYTES):
+            num_rows = rows.stop - rows.start
+            data = read_exactly(self._header.path, tensor.start + rows.start * row_bytes, num_rows * row_bytes)
+            self.bytes_read += data.nbytes
+            values = out[rows] if in_place else np.empty((num_rows, *out.shape[1:]), np.float32)
+            dequantize(data, tensor.type, values.reshape(-1))
+            if not in_place:
+                assign(out, rows if order is None else order[rows], values)
 
     def read(self, name: str) -> np.ndarray:
         out = np.empty(self.shape(name), np.float32)
         self.read_into(name, out)
         return out
-
-    def _read_rows(self, tensor: GGUFTensor, rows: slice, shape: tuple[int, ...]) -> np.ndarray:
-        """float32 [rows, ...] of a tensor of this shape."""
-        row_bytes = tensor.nbytes // shape[0]
-        nbytes = (rows.stop - rows.start) * row_bytes
-        data = read_exactly(self._header.path, tensor.start + rows.start * row_bytes, nbytes)
-        self.bytes_read += nbytes
-        # One long row: the decoder works through 16 rows at a time, too few when rows are short.
-        return dequantize(data.reshape(1, -1), tensor.type).reshape(-1, *shape[1:])
 
     def _row_order(self, name: str) -> np.ndarray | None:
         """order[i] is the row of Hugging Face's tensor that row i of the file holds; None where they agree.

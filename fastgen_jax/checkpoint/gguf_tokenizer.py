@@ -1,10 +1,11 @@
 """The Hugging Face tokenizer that a GGUF file describes.
 
-Built from the metadata in a fraction of a second. transformers' own conversion needs torch, takes seconds,
+Built from the metadata in a tenth of a second. transformers' own conversion needs torch, takes seconds,
 and splits the text of every vocabulary that it does not list as GPT-2 does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -13,7 +14,7 @@ from tokenizers.models import BPE
 from fastgen_jax.checkpoint.gguf_file import GGUFHeader
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
@@ -48,14 +49,64 @@ _WHOLE_WORDS_FIRST = (
 )  # a word in the vocabulary is not merged up
 
 
-def build_tokenizer(header: GGUFHeader) -> "PreTrainedTokenizerBase":
+class GGUFTokenizer:
+    """A transformers tokenizer to all who use it, but transformers is imported only for what is not defined here.
+
+    Importing it and wrapping the vocabulary takes longer than everything else that is done for a tokenizer, and
+    generating text from text needs none of it. A chat template does.
+    """
+
+    def __init__(self, backend: Tokenizer, chat_template: str | None, special_tokens: dict[str, str | None]) -> None:
+        """special_tokens: transformers' names, such as "eos_token", for the tokens."""
+        self._backend = backend
+        self._special_tokens = special_tokens
+        self.chat_template = chat_template
+        self.eos_token = special_tokens["eos_token"]
+        self.eos_token_id = None if self.eos_token is None else backend.token_to_id(self.eos_token)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        if options or not isinstance(text, str):
+            return self._full(text, **options)
+        return {"input_ids": self.encode(text)}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **options: Any) -> str:
+        if any(options.values()) or not isinstance(token_ids, list):
+            return self._full.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+        return self._backend.decode(token_ids, skip_special_tokens)
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        to_token = self._backend.id_to_token
+        return to_token(ids) if isinstance(ids, int) else [to_token(token_id) for token_id in ids]
+
+    def __len__(self) -> int:
+        return self._backend.get_vocab_size()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._full, name)
+
+    @cached_property
+    def _full(self) -> "PreTrainedTokenizerFast":
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self._backend,
+            chat_template=self.chat_template,
+            clean_up_tokenization_spaces=False,
+            **self._special_tokens,
+        )
+
+
+def build_tokenizer(header: GGUFHeader) -> GGUFTokenizer:
     """The tokenizer with its special tokens, beginning-of-sequence rule and chat template.
 
     Raises ValueError for a vocabulary that is neither byte-level BPE nor SentencePiece BPE, and for a way of
     splitting text that is not in the table above.
     """
-    from transformers import PreTrainedTokenizerFast
-
     fields = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in header.metadata.items()
@@ -68,18 +119,15 @@ def build_tokenizer(header: GGUFHeader) -> "PreTrainedTokenizerBase":
     if (kind := fields.get("model")) not in builders:
         raise ValueError(f"{header.path} has a tokenizer of kind {kind!r}; gpt2 and llama are supported")
     backend = builders[kind](header, fields)
-    _add_tokens(backend, fields)
     special = {
         f"{ours}_token": fields["tokens"][token_id]
         for theirs, ours in {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}.items()
         if (token_id := fields.get(f"{theirs}_token_id")) is not None
     }
+    _add_tokens(backend, fields, special)
     _add_bos_and_eos(backend, fields, special)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=header.metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **{"bos_token": None, "eos_token": None, **special},
+    return GGUFTokenizer(
+        backend, header.metadata.get("tokenizer.chat_template"), {"bos_token": None, "eos_token": None, **special}
     )
 
 
@@ -127,12 +175,11 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tupl
     return [(token[:cut], token[cut:]) for _, cut, _, token in sorted(merges, key=lambda merge: merge[:3])]
 
 
-def _add_tokens(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
-    """Tokens that are matched whole, whatever surrounds them; control tokens are special too."""
+def _add_tokens(tokenizer: Tokenizer, fields: dict[str, Any], special: dict[str, str]) -> None:
+    """Tokens that are matched whole, whatever surrounds them; control tokens and those with a role are special too."""
     typed = list(zip(fields["tokens"], fields.get("token_type", ()), strict=False))
-    tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, kind in typed if kind == _CONTROL]
-    )
+    control = dict.fromkeys([*(t for t, kind in typed if kind == _CONTROL), *special.values()])
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED])
 
 

@@ -1,5 +1,6 @@
 """Stream a checkpoint into a tree of parameters, leaf by leaf, after checking all of it from its headers."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -19,6 +20,7 @@ _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # computed from the conf
 
 Path = tuple[str, ...]
 NO_FUSION: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+_ALIGNMENT = 64  # bytes; a CPU device takes a host array that is so aligned as it is, and copies any other
 
 
 class _Part(NamedTuple):
@@ -61,13 +63,20 @@ def load_params(
     params = {}
     with bar("loading weights", len(leaves), progress, unit="arrays") as advance:
         for path, leaf in leaves.items():
-            host = np.empty(leaf.shape, np.dtype(dtype))
+            host = _aligned_empty(leaf.shape, np.dtype(dtype))
             for part in plan[path]:
                 source.read_into(stored[part.tensor], host if part.outputs is None else host[part.outputs])
             # A copy still under way would keep this leaf's host array alive beside the next.
             params[path] = jax.block_until_ready(place(host))
             advance(1)
     return traverse_util.unflatten_dict(params)
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    nbytes = math.prod(shape) * dtype.itemsize
+    data = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    first = -data.ctypes.data % _ALIGNMENT
+    return data[first : first + nbytes].view(dtype).reshape(shape)
 
 
 def _parts(path: Path, shape: tuple[int, ...], fused: Mapping[str, Mapping[str, int]]) -> list[_Part]:

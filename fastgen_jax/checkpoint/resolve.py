@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastgen_jax.checkpoint import gguf_config
 from fastgen_jax.checkpoint.aliases import ALIASES, PackagedFile
 from fastgen_jax.checkpoint.gguf_file import GGUFHeader, GGUFSource, read_header
-from fastgen_jax.checkpoint.hub import download
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 from fastgen_jax.checkpoint.source import TensorSource
 
@@ -79,6 +78,8 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Checkp
     text, path = os.fspath(name), Path(name).expanduser()
     target = text if path.exists() else ALIASES.get(text.lower(), text)
     if isinstance(target, str) and _is_hub_id(target, path):
+        from fastgen_jax.checkpoint.hub import download  # huggingface_hub is slow to import
+
         return _from_folder(text, download(target, revision), target)
     if revision is not None:
         raise ValueError(f"revision={revision!r} is for models on the Hugging Face Hub, which {text!r} is not")

@@ -35,20 +35,25 @@ class TensorSource(Protocol):
 
 
 def read_exactly(path: Path, start: int, nbytes: int) -> np.ndarray:
-    """Bytes [start, start + nbytes) of a file as uint8.
+    """Bytes [start, start + nbytes) of a file as uint8."""
+    data = np.empty(nbytes, np.uint8)
+    fill(path, start, data)
+    return data
+
+
+def fill(path: Path, start: int, out: np.ndarray) -> None:
+    """Fill `out`, C-contiguous, with the bytes of a file from `start` on.
 
     Read, not mapped: pages of a mapping would count as the process's own memory.
     """
-    data = np.empty(nbytes, np.uint8)
-    view, filled = memoryview(data), 0
+    view, filled = memoryview(out.reshape(-1).view(np.uint8)), 0
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
-        while filled < nbytes:
+        while filled < out.nbytes:
             count = file.readinto(view[filled:])
             if not count:
-                raise ValueError(f"{path} ended at byte {start + filled}, {nbytes - filled} bytes too soon")
+                raise ValueError(f"{path} ended at byte {start + filled}, {out.nbytes - filled} bytes too soon")
             filled += count
-    return data
 
 
 def as_rows(array: np.ndarray) -> np.ndarray:

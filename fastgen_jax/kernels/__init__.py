@@ -116,7 +116,11 @@ def choose_backend(
         raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     _check_dtype("dtype", dtype)
     refusals: list[str] = []
+    platform = platform or jax.default_backend()
     for candidate in BACKENDS if name is None else (name,):
+        if name is None and candidate == "mosaic_gpu" and platform != "gpu":  # its kernels are slow to import
+            refusals.append(f"backend={candidate!r} cannot run: it needs an NVIDIA GPU, and this is {platform!r}")
+            continue
         backend = get_backend(candidate)
         reason = backend.supported(
             head_dim,
@@ -124,7 +128,7 @@ def choose_backend(
             num_kv_heads,
             backend.DEFAULT_BLOCK_SIZE if block_size is None else block_size,
             dtype,
-            platform or jax.default_backend(),
+            platform,
         )
         if reason is None:
             _log_choice(candidate, "; ".join(refusals))

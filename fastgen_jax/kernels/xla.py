@@ -21,8 +21,9 @@ NAME = "xla"
 DEFAULT_BLOCK_SIZE = 64
 
 # Chosen by scripts/bench_attention.py on two CPU cores.
-_TILE = 64  # queries of one prompt tile
+_TILE = 128  # queries of one prompt tile
 _PROMPT_CHUNK = 128  # keys a tile visits at a time
+_SEEN_CHUNK = 256  # likewise, of keys that all its queries see
 _DECODE_CHUNK = 64  # keys of one decode row in a batch
 _DECODE_BATCH_BYTES = 3 << 20  # K and V of one batch of chunks: what the cores' L2 caches hold
 _DECODE_BATCH_MAX = 32
@@ -93,11 +94,12 @@ class _Maths(NamedTuple):
         """The first key that a query at `position` sees."""
         return jnp.zeros_like(position) if self.window is None else jnp.maximum(position - self.window + 1, 0)
 
-    def scores(self, dots: Array, visible: Array) -> Array:
+    def scores(self, dots: Array, visible: Array | None) -> Array:
+        """visible: which of them count; None is all."""
         scores = dots * self.scale
         if self.softcap is not None:
             scores = jnp.tanh(scores / self.softcap) * self.softcap
-        return jnp.where(visible, scores, _MASKED)
+        return scores if visible is None else jnp.where(visible, scores, _MASKED)
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "softcap"))
@@ -191,8 +193,7 @@ def _attend_prompts(
     num_tokens, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = pool_dims(k_pool, v_pool)
     group = num_heads // num_kv_heads
-    blocks_per_chunk = max(_PROMPT_CHUNK // block_size, 1)
-    chunk = blocks_per_chunk * block_size
+    chunk, seen_chunk = (max(size // block_size, 1) * block_size for size in (_PROMPT_CHUNK, _SEEN_CHUNK))
     tile = min(_TILE, num_tokens)
 
     q_lens = jnp.diff(cu_q_lens)
@@ -214,23 +215,31 @@ def _attend_prompts(
         position = jnp.repeat(token + to_position, group)
         first_key = maths.first_key(start + to_position)
 
-        def visit(chunk_id: Array, state: _Partial) -> _Partial:
+        def visit(chunk_id: Array, state: _Partial, size: int = chunk, all_seen: bool = False) -> _Partial:
             m, l, o = state
-            key_position = chunk_id * chunk + jnp.arange(chunk, dtype=jnp.int32)
-            visible = key_position[None] <= position[:, None]
-            if maths.window is not None:
-                visible &= key_position[None] > position[:, None] - maths.window
-            used = (key_position >= first_key) & (key_position < kv_len)
-            keys, values = _gather_chunks(k_pool, v_pool, row[None], chunk_id[None], block_tables, blocks_per_chunk)
-            values = jnp.where(used[None, :, None], values[0], 0)  # 0 * NaN is NaN
-            scores = maths.scores(_dot("kmd,kdc->kmc", query, keys[0]), (visible & used[None])[None])
+            keys, values = _gather_chunks(k_pool, v_pool, row[None], chunk_id[None], block_tables, size // block_size)
+            keys, values, visible = keys[0], values[0], None
+            if not all_seen:
+                key_position = chunk_id * size + jnp.arange(size, dtype=jnp.int32)
+                visible = key_position[None] <= position[:, None]
+                if maths.window is not None:
+                    visible &= key_position[None] > position[:, None] - maths.window
+                used = (key_position >= first_key) & (key_position < kv_len)
+                values = jnp.where(used[None, :, None], values, 0)  # 0 * NaN is NaN
+                visible = (visible & used[None])[None]
+            scores = maths.scores(_dot("kmd,kdc->kmc", query, keys), visible)
             m_new = jnp.maximum(m, scores.max(-1))
             weights, keep = jnp.exp(scores - m_new[..., None]), jnp.exp(m - m_new)
             o_chunk = _dot("kmc,kcd->kmd", weights.astype(values.dtype), values)
             return m_new, l * keep + weights.sum(-1), o * keep[..., None] + o_chunk
 
+        state, first_chunk = _empty(query.shape), first_key // chunk
+        if maths.window is None:  # every query sees what the first one does
+            num_seen = (start + to_position + 1) // seen_chunk
+            state = lax.fori_loop(0, num_seen, partial(visit, size=seen_chunk, all_seen=True), state)
+            first_chunk = num_seen * (seen_chunk // chunk)
         last_key = stop - 1 + to_position
-        _, l, o = lax.fori_loop(first_key // chunk, last_key // chunk + 1, visit, _empty(query.shape))
+        _, l, o = lax.fori_loop(first_chunk, last_key // chunk + 1, visit, state)
         o = _normalise(l, o).reshape(num_kv_heads, tile, group, head_dim).swapaxes(0, 1)
         o = o.reshape(tile, num_heads, head_dim).astype(q.dtype)
         o = jnp.where(owned[:, None, None], o, lax.dynamic_slice_in_dim(out, at, tile))

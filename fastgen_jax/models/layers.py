@@ -178,3 +178,27 @@ class GatedMLP(nn.Module):
     def __call__(self, x: Array) -> Array:
         gate, up = jnp.split(Linear(2 * self.hidden, self.use_bias, name="gate_up_proj")(x), 2, axis=-1)
         return Linear(x.shape[-1], self.use_bias, name="down_proj")(activation(self.act)(gate) * up)
+
+
+class Layer(nn.Module):
+    """The module `kind(*fields)`, traced and lowered once however many layers are made alike."""
+
+    kind: Callable[..., nn.Module]
+    fields: tuple[Any, ...]
+
+    @nn.compact
+    def __call__(self, *args: Any) -> Any:
+        if self.is_initializing():
+            for name, value in _init(self.kind, self.fields, self.make_rng("params"), *args).items():
+                self.put_variable("params", name, value)
+        return _apply(self.kind, self.fields, self.variables["params"], *args)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _init(kind: Callable[..., nn.Module], fields: tuple[Any, ...], key: Array, *args: Any) -> Params:
+    return kind(*fields, parent=None).init(key, *args)["params"]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _apply(kind: Callable[..., nn.Module], fields: tuple[Any, ...], params: Params, *args: Any) -> Any:
+    return kind(*fields, parent=None).apply({"params": params}, *args)

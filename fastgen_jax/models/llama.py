@@ -13,7 +13,7 @@ from fastgen_jax.batch import RaggedBatch
 from fastgen_jax.kernels import Backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.hf_config import HFConfig
-from fastgen_jax.models.layers import Attention, Embed, GatedMLP, Linear, Params, RMSNorm, activation
+from fastgen_jax.models.layers import Attention, Embed, GatedMLP, Layer, Linear, Params, RMSNorm, activation
 from fastgen_jax.models.rope import Rope
 
 
@@ -143,8 +143,8 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.embed_tokens = Embed(c.vocab_size, c.hidden_size)
-        self.layers = [Block(c, self.backend, window) for window in c.windows]
         self.norm = RMSNorm(c.rms_norm_eps)
+        self.layers = [Layer(Block, (c, self.backend, window)) for window in c.windows]
 
     def __call__(self, batch: RaggedBatch, kv_pool: list[LayerKV]) -> tuple[Array, list[LayerKV]]:
         x = self.embed_tokens(batch.token_ids)

@@ -12,7 +12,7 @@ from fastgen_jax.batch import RaggedBatch
 from fastgen_jax.kernels import Backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.hf_config import HFConfig
-from fastgen_jax.models.layers import Attention, Embed, LayerNorm, Linear, Params, activation
+from fastgen_jax.models.layers import Attention, Embed, Layer, LayerNorm, Linear, Params, activation
 
 POSITION_OFFSET = 2
 """Row of the position table that position 0 reads."""
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
         c = self.config
         self.embed_tokens = Embed(c.vocab_size, c.embed_dim)
         self.embed_positions = Embed(c.max_position_embeddings + POSITION_OFFSET, c.hidden_size)
-        self.layers = [Block(c, self.backend) for _ in range(c.num_layers)]
+        self.layers = [Layer(Block, (c, self.backend)) for _ in range(c.num_layers)]
         if c.embed_dim != c.hidden_size:
             self.project_in, self.project_out = Linear(c.hidden_size), Linear(c.embed_dim)
         if c.final_norm:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from fastgen_jax.progress import bar
 
 if TYPE_CHECKING:
-    from fastgen_jax.engine import Engine
+    from fastgen_jax import Engine
 
 REPEATS = 5
 

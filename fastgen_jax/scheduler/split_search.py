@@ -46,7 +46,8 @@ def best_chunk(
         lengths = lengths[: bisect_left(lengths, -waves, key=lambda c: -num_waves(c)) + 1]
         chunk, lengths = lengths[-1], lengths[:-1]
         options.append((rows.slowest_sm(chunk, num_kv_heads, num_sms), chunk))
-    limit = (1 + SLACK) * min(options)[0]
+    best = min(options)[0]
+    limit = (1 + SLACK) * (even if best <= (1 + SLACK) * even else best)  # not SLACK upon SLACK
     return block_size * next(chunk for slowest, chunk in options if slowest <= limit)
 
 

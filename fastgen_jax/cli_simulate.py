@@ -77,7 +77,7 @@ def _add_system_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("device and model")
     text = f"an alias, a folder, a config.json or a .gguf file (default for --measure and --validate: {DEFAULT_MODEL})"
     group.add_argument("--model", metavar="MODEL", help=text)
-    text = f"{', '.join(GPUS)}, a6000, or a .json file that describes another"
+    text = f"{', '.join(GPUS)}, or a .json file that describes another"
     group.add_argument("--gpu", metavar="GPU", help=text)
     group.add_argument("--tp", metavar="N", type=int, default=1, help="GPUs that share the model (default 1)")
     group.add_argument("--table", metavar="FILE", type=Path, help="measured steps instead of --model and --gpu")
@@ -265,10 +265,10 @@ def _system(args: argparse.Namespace) -> "System":
     if args.model is None or args.gpu is None:
         raise ValueError("it takes --model and --gpu, or --table; see fastgen simulate --help")
     from fastgen_jax.bench.deployment import Deployment
-    from fastgen_jax.bench.grid import find_gpu
+    from fastgen_jax.gpus import get_gpu
 
     dtype = given(args, EngineConfig).get("dtype") or "bfloat16"
-    return Deployment.of(args.model, find_gpu(args.gpu), tp=args.tp, dtype=dtype)
+    return Deployment.of(args.model, get_gpu(args.gpu), tp=args.tp, dtype=dtype)
 
 
 def _config(args: argparse.Namespace, *, prefix_caching: bool) -> "SimulatorConfig":

@@ -87,6 +87,18 @@ GPUS = {
         fp16_tflops=312,
         source="NVIDIA A100 80GB datasheet (SXM); A100 whitepaper",
     ),
+    "a6000": Gpu(
+        name="NVIDIA RTX A6000",
+        capability=(8, 6),
+        num_sms=84,
+        clock_ghz=1.80,
+        l2_bytes=6_291_456,
+        memory_bytes=51_002_736_640,  # 47.5 GiB, by public out-of-memory messages; nominal are 48
+        bandwidth_gb_s=768,
+        bf16_tflops=154.8,
+        fp16_tflops=154.8,
+        source="NVIDIA Ampere GA102 whitepaper, appendix A (309.7 TFLOP/s with sparsity)",
+    ),
     "l4": Gpu(
         name="NVIDIA L4",
         capability=(8, 9),

@@ -185,7 +185,6 @@ def test_gaps_around_a_long_prompt():
 
 
 def test_saved_results_are_shown_and_drawn(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
     RESULTS.save(tmp_path / "a.json")
     args = ["--from-json", str(tmp_path / "a.json"), "--plots", str(tmp_path / "plots")]
     status, out, err = bench(capsys, *args)

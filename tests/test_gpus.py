@@ -43,7 +43,7 @@ def test_figures_agree_with_the_datasheets_others(name, float32_tflops, memory_g
 
 
 def test_every_gpu_has_known_limits():
-    assert set(GPUS) == {"a100-80", "l4", "rtx4090", "h100", "h200", "b200"}
+    assert set(GPUS) == {"a100-80", "a6000", "l4", "rtx4090", "h100", "h200", "b200"}
     assert {gpu.capability for gpu in GPUS.values()} <= set(LIMITS)
     assert get_gpu("H200") is GPUS["h200"]
 
@@ -60,7 +60,7 @@ def test_a_file_describes_another(tmp_path):
     [
         (
             "h201",
-            "gpu='h201' is not known; did you mean 'h200'? the GPUs are a100-80, l4, rtx4090, h100, h200, b200, or",
+            "gpu='h201' is not known; did you mean 'h200'? the GPUs are a100-80, a6000, l4, rtx4090, h100, h200, b200, or",
         ),
         ("tpu", "gpu='tpu' is not known; the GPUs are a100-80"),
         ("A100", "gpu='A100' is not known; did you mean 'a100-80'?"),

@@ -12,21 +12,8 @@ from fastgen_jax.bench.drive import closed_loop
 from fastgen_jax.bench.load import Request
 from fastgen_jax.bench.metrics import effective_throughput, summarize
 from fastgen_jax.bench.simulator import SimulatorConfig
-from fastgen_jax.gpus import Gpu, get_gpu
+from fastgen_jax.gpus import get_gpu
 from fastgen_jax.types import POLICIES
-
-A6000 = Gpu(
-    name="NVIDIA RTX A6000",
-    capability=(8, 6),
-    num_sms=84,
-    clock_ghz=1.80,
-    l2_bytes=6_291_456,
-    memory_bytes=51_002_736_640,  # 47.5 GiB, by public out-of-memory messages; nominal are 48
-    bandwidth_gb_s=768,
-    bf16_tflops=154.8,
-    fp16_tflops=154.8,
-    source="NVIDIA Ampere GA102 whitepaper, appendix A (309.7 TFLOP/s with sparsity)",
-)
 
 MAX_MODEL_LEN = 4096
 NUM_REQUESTS = 512
@@ -86,14 +73,9 @@ def points(cases: Sequence[Case] = CASES, clients: Sequence[int] = CLIENTS) -> l
     return [Point(case, policy, n) for case in cases for policy in POLICIES for n in clients]
 
 
-def find_gpu(name: str) -> Gpu:
-    """As `get_gpu`, and the RTX A6000."""
-    return A6000 if name.lower() == "a6000" else get_gpu(name)
-
-
 @cache
 def deployment(model: str, gpu: str, tp: int) -> Deployment:
-    return Deployment.of(model, find_gpu(gpu), tp=tp)
+    return Deployment.of(model, get_gpu(gpu), tp=tp)
 
 
 @lru_cache(maxsize=1)  # points of a case follow one another

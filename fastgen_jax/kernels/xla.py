@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 NAME = "xla"
 DEFAULT_BLOCK_SIZE = 64
 
-# Chosen by scripts/bench_attention.py on two CPU cores.
+# Chosen by measurement on two CPU cores: scripts/bench_attention.py, and docs/performance.md, "What was tried".
 _TILE = 128  # queries of one prompt tile
 _PROMPT_CHUNK = 128  # keys a tile visits at a time
 _SEEN_CHUNK = 256  # likewise, of keys that all its queries see

@@ -37,7 +37,7 @@ def activation(name: str) -> Callable[[Array], Array]:
     return ACTIVATIONS[name]
 
 
-_FEW_ROWS = 32  # measured with `scripts/bench_matmul.py` on two CPU cores
+_FEW_ROWS = 32  # beyond them `x_first` is faster in float32: docs/performance.md, "What was tried"
 
 
 def matmul(x: Array, weight: Array, *, out_dtype: Any = None) -> Array:
@@ -49,8 +49,7 @@ def matmul(x: Array, weight: Array, *, out_dtype: Any = None) -> Array:
     )
 
     def weight_first(x: Array, weight: Array) -> Array:
-        # The same product, but XLA:CPU streams through the weight as the left operand, where else it is the right
-        # one, whose packing walks across its rows. Without the barrier it would be turned round again.
+        # The same product, which XLA:CPU computes faster for few rows. Without the barrier it would turn it round.
         return jax.lax.optimization_barrier(dot("fe,te->ft", weight, x)).T
 
     def x_first(x: Array, weight: Array) -> Array:

@@ -1,7 +1,6 @@
 """Stage `engine`: a whole Llama with random weights: its steps, its programs, and what overlap and unrolling bring."""
 
 import dataclasses
-import itertools
 import random
 import tempfile
 import time
@@ -15,14 +14,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from fastgen_jax import Engine, SamplingParams, kernels, models
-from fastgen_jax.batch import Settings
 from fastgen_jax.bench.device.record import Stage, one_line
 from fastgen_jax.bench.device.sizes import Sizes
 from fastgen_jax.bench.device.timing import random_array, seconds_per_call
 from fastgen_jax.checkpoint.config_only import read_config
 from fastgen_jax.models.layers import Params
-from fastgen_jax.scheduler import Row, Sequence, StepPlan
 from fastgen_jax.sizing import compile_all, leaves, num_bytes, num_elements, shapes
+from fastgen_jax.step_times import Steps
 
 DTYPE = "bfloat16"
 STEPS_AT_ONCE = 16
@@ -94,12 +92,12 @@ def measure(stage: Stage, session: Session) -> None:
     jax.block_until_ready(session.params)
     stage.add(of="weights", bytes=num_bytes(session.params), step_bytes=read_bytes(session), seconds=_since(start))
 
-    programs, steps = session.runner.programs, Steps(session)
+    programs, steps = session.runner.programs, Steps(session.runner)
     few, *more = sizes.decode_rows
     # A decode of few is what is most wanted: it is measured as soon as its own programs are there.
     smallest = [("backbone", programs.buckets[0]), ("sample", programs.row_buckets[0])]
     each, compile_s = compile_programs(session.engine, smallest)
-    steps.measure(stage, "decode", [(1, sizes.decode_context - 1)] * few)
+    measure_steps(stage, session, steps, "decode", [(1, sizes.decode_context - 1)] * few)
     stage.check_time()
     keys = [("backbone", bucket) for bucket in programs.buckets] + [("sample", rows) for rows in programs.row_buckets]
     others, others_s = compile_programs(session.engine, [key for key in keys if key not in smallest])
@@ -109,11 +107,11 @@ def measure(stage: Stage, session: Session) -> None:
     stage.add(of="compile", programs=each | others, seconds=compile_s + others_s, first_steps_s=_since(start))
 
     for rows in more:
-        steps.measure(stage, "decode", [(1, sizes.decode_context - 1)] * rows)
+        measure_steps(stage, session, steps, "decode", [(1, sizes.decode_context - 1)] * rows)
     for bucket in programs.buckets:
-        steps.measure(stage, "bucket", [(bucket, 0)])
+        measure_steps(stage, session, steps, "bucket", [(bucket, 0)])
     for rows in sizes.mixed_rows:
-        steps.measure(stage, "sequences", [(sizes.budget // rows, 0)] * rows)
+        measure_steps(stage, session, steps, "sequences", [(sizes.budget // rows, 0)] * rows)
 
     for overlap in (False, True, False, True):
         stage.check_time()
@@ -130,58 +128,23 @@ def measure(stage: Stage, session: Session) -> None:
     stage.add(of="command buffers", in_hlo=in_hlo, in_profile=launch_kinds(lambda: steps.run(plan)))
 
 
-class Steps:
-    """Steps of given rows, run as the engine runs them."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._seq_ids = itertools.count(1 << 40)  # none of the engine's own
-
-    def plan(self, rows: list[tuple[int, int]]) -> StepPlan:
-        """A step of rows of (new tokens, tokens before them), each sampled.
-
-        Where the pool has too few blocks, later rows share those of earlier ones.
-        """
-        num_blocks, block_size = self._session.runner.num_blocks, self._session.runner.programs.layout.block_size
-        blocks = itertools.cycle(range(1, num_blocks))
-        planned = []
-        for slot, (num_new, context) in enumerate(rows):
-            seq = Sequence(next(self._seq_ids), self._session.prompt(context + num_new), max_tokens=1, slot=slot)
-            seq.block_table = list(itertools.islice(blocks, -(-(context + num_new) // block_size)))
-            planned.append(Row(seq, context, num_new, True))
-        return StepPlan(planned)
-
-    def run(self, plan: StepPlan, times: int = 1) -> float:
-        """Run a step so many times and wait for the last; seconds until the last was dispatched."""
-        start = time.perf_counter()
-        for _ in range(times):
-            pending = self._session.runner.dispatch(
-                plan,
-                lambda seq: Settings(num_prompt_tokens=len(seq.prompt_token_ids)),
-                report=False,
-                wants_prompt=lambda _: False,
-            )
-        dispatched = _since(start)
-        pending.tokens()
-        return dispatched
-
-    def measure(self, stage: Stage, of: str, rows: list[tuple[int, int]]) -> None:
-        """A row `step`: seconds of it, the host's part of that, and the bytes and flops that it takes at least."""
-        stage.check_time()
-        plan = self.plan(rows)
-        self.run(plan)
-        host: list[float] = []
-        seconds = seconds_per_call(lambda: host.append(self.run(plan, STEPS_AT_ONCE)), 0)
-        stage.add(
-            of="step",
-            kind=of,
-            tokens=plan.num_tokens,
-            rows=len(rows),
-            context=rows[0][1],
-            seconds=seconds / STEPS_AT_ONCE,
-            dispatch_s=min(host) / STEPS_AT_ONCE,
-            **least_work(self._session, rows),
-        )
+def measure_steps(stage: Stage, session: Session, steps: Steps, of: str, rows: list[tuple[int, int]]) -> None:
+    """A row `step`: seconds of it, the host's part of that, and the bytes and flops that it takes at least."""
+    stage.check_time()
+    plan = steps.plan(rows)
+    steps.run(plan)
+    host: list[float] = []
+    seconds = seconds_per_call(lambda: host.append(steps.run(plan, STEPS_AT_ONCE)), 0)
+    stage.add(
+        of="step",
+        kind=of,
+        tokens=plan.num_tokens,
+        rows=len(rows),
+        context=rows[0][1],
+        seconds=seconds / STEPS_AT_ONCE,
+        dispatch_s=min(host) / STEPS_AT_ONCE,
+        **least_work(session, rows),
+    )
 
 
 def read_bytes(session: Session) -> int:

@@ -60,7 +60,8 @@ def test_a_file_describes_another(tmp_path):
     [
         (
             "h201",
-            "gpu='h201' is not known; did you mean 'h200'? the GPUs are a100-80, a6000, l4, rtx4090, h100, h200, b200, or",
+            "gpu='h201' is not known; did you mean 'h200'? "
+            "the GPUs are a100-80, a6000, l4, rtx4090, h100, h200, b200, or",
         ),
         ("tpu", "gpu='tpu' is not known; the GPUs are a100-80"),
         ("A100", "gpu='A100' is not known; did you mean 'a100-80'?"),

@@ -4,17 +4,24 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastgen_jax.engine import Engine
 from fastgen_jax.intake import Messages, Prompt
-from fastgen_jax.types import EngineStats, Response, SamplingParams
+from fastgen_jax.types import Delta, EngineStats, Response, SamplingParams
 
 Command = Callable[[], Any]
-Item = str | Response | BaseException
+Item = Delta | Response | BaseException
+
+
+class _Watcher(NamedTuple):
+    """Who waits for a request, and on which event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    items: asyncio.Queue[Item]
 
 
 class AsyncEngine:
@@ -25,42 +32,71 @@ class AsyncEngine:
             print(piece, end="")
         await engine.close()
 
-    A coroutine that is cancelled, or an `async for` that is left, aborts its request.
+    A coroutine that is cancelled, or an `async for` that is left, aborts its request. Text is tokenised on other
+    threads, beside the steps, and what a step brings to all requests reaches the loop at once.
+
+    on_step, on_failure: called on the engine's thread: after each step, with how many seconds it took; when an
+        exception has ended it, which then ends every request.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_step: Callable[[float], Any] | None = None,
+        on_failure: Callable[[BaseException], Any] | None = None,
+    ):
         self._engine = engine
+        self._reader = engine.reader  # made here, while nobody uses the tokenizer that it copies
+        self._on_step = on_step
+        self._on_failure = on_failure
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._watchers: dict[int, Callable[[Item], None]] = {}
+        self._watchers: dict[int, _Watcher] = {}
+        self._outbox: list[tuple[_Watcher, Item]] = []
         self._lock = threading.Lock()  # of _stopped: no command enters the queue once it is set
         self._closing = self._stopped = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="fastgen-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it has ended, by `close` or by an exception; every call is then a RuntimeError."""
+        return self._stopped
+
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Response | list[Response]:
         """The response to one prompt; a list of n where params.n > 1."""
-        async with aclosing(self._request(prompt, params, priority, stream=False)) as items:
-            responses = [item async for item in items if isinstance(item, Response)]
+        async with aclosing(self.events(prompt, params, priority=priority)) as events:
+            responses = [item async for batch in events for item in batch if isinstance(item, Response)]
         responses.sort(key=lambda response: response.index)
         return responses if len(responses) > 1 else responses[0]
 
     async def chat(self, messages: Messages, params: SamplingParams | None = None) -> Response | list[Response]:
         """`generate` through the tokenizer's chat template."""
-        # On the engine's thread, for a tokenizer is not safe to use from two.
-        prompt = await self._call(partial(self._engine.chat_prompt, messages))
-        return await self.generate(prompt, params)
+        return await self.generate(await asyncio.to_thread(self._reader.encode, messages), params)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[str]:
         """Pieces of the text as they become final; joined, they are the response's text (without echo)."""
-        async with aclosing(self._request(prompt, params, priority, stream=True)) as items:
-            async for item in items:
-                if isinstance(item, str):
-                    yield item
+        if params is not None and params.n > 1:
+            raise ValueError(f"n={params.n} samples cannot be streamed as one text; use events")
+        if self._engine.tokenizer is None:
+            raise ValueError("this engine has no tokenizer, so there is no text to stream; use events")
+        async with aclosing(self.events(prompt, params, priority=priority)) as events:
+            async for batch in events:
+                for item in batch:
+                    if isinstance(item, Delta) and item.text:
+                        yield item.text
+
+    async def abort(self, request_id: int) -> bool:
+        """End a request, known from `on_added`; its responses come from `events`.
+
+        False if it is unknown or has ended.
+        """
+        return await self._call(lambda: self._engine.abort(request_id))
 
     async def stats(self) -> EngineStats:
         return await self._call(self._engine.stats)
@@ -71,19 +107,30 @@ class AsyncEngine:
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
 
-    async def _request(
-        self, prompt: Prompt, params: SamplingParams | None, priority: int, *, stream: bool
-    ) -> AsyncGenerator[str | Response]:
-        loop = asyncio.get_running_loop()
-        items: asyncio.Queue[Item] = asyncio.Queue()
+    async def events(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        token_ids: list[int] | None = None,
+        on_added: Callable[[int], Any] | None = None,
+    ) -> AsyncGenerator[list[Delta | Response]]:
+        """What has come since the last time: what steps brought, and each sample's response when it ends.
+
+        The first list is empty: the request has been taken in.
+
+        token_ids: the prompt's, where they are known. on_added: called with the request's id, for `abort`.
+        """
+        watcher = _Watcher(asyncio.get_running_loop(), asyncio.Queue())
         added: list[int] = []
 
-        def put(item: Item) -> None:
-            call_soon(loop, items.put_nowait, item)
+        def tell(item: Item) -> None:
+            self._outbox.append((watcher, item))
 
         def add() -> None:
-            added.append(self._engine.add(prompt, params, priority=priority, on_piece=put if stream else None))
-            self._watchers[added[0]] = put
+            added.append(self._engine.add(prompt, params, priority=priority, token_ids=token_ids, on_delta=tell))
+            self._watchers[added[0]] = watcher
 
         def forget() -> None:
             for request_id in added:
@@ -91,14 +138,24 @@ class AsyncEngine:
                 self._engine.abort(request_id)
 
         num_left = (params or self._engine.default_params).n
+        if token_ids is None:
+            token_ids = await asyncio.to_thread(self._reader.encode, prompt)
         try:
             await self._call(add)
+            if on_added is not None:
+                on_added(added[0])
+            yield []
             while num_left:
-                item = await items.get()
-                if isinstance(item, BaseException):
-                    raise RuntimeError("the engine stopped while this request was running") from item
-                num_left -= isinstance(item, Response)
-                yield item
+                batch = [await watcher.items.get()]
+                while not watcher.items.empty():
+                    batch.append(watcher.items.get_nowait())
+                events: list[Delta | Response] = []
+                for item in batch:
+                    if isinstance(item, BaseException):
+                        raise RuntimeError("the engine stopped while this request was running") from item
+                    num_left -= isinstance(item, Response)
+                    events.append(item)
+                yield events
         finally:
             # Comes after `add` in the queue, even where this coroutine was cancelled while waiting for it.
             self._commands.put(forget)
@@ -137,9 +194,7 @@ class AsyncEngine:
             while not self._closing:
                 self._run_commands(wait=not self._engine.has_work)
                 if self._engine.has_work:
-                    for response in self._engine.step():
-                        if response.request_id in self._watchers:
-                            self._watchers[response.request_id](response)
+                    self._step()
             for request_id in self._watchers:
                 self._engine.abort(request_id)
             self._engine.step()  # takes in the step that is still on the device, and their responses
@@ -147,15 +202,41 @@ class AsyncEngine:
             self._error = error
         with self._lock:
             self._stopped = True
-        for put in self._watchers.values():
-            put(self._error or RuntimeError("the engine was closed"))
+        for watcher in self._watchers.values():
+            self._outbox.append((watcher, self._error or RuntimeError("the engine was closed")))
+        self._deliver()
         self._run_commands(wait=False)
+        if self._error is not None and self._on_failure is not None:
+            self._on_failure(self._error)
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        for response in self._engine.step():
+            if response.request_id in self._watchers:
+                self._outbox.append((self._watchers[response.request_id], response))
+        self._deliver()
+        if self._on_step is not None:
+            self._on_step(time.perf_counter() - start)
+
+    def _deliver(self) -> None:
+        """Hand out what has come, with one call into each event loop."""
+        outbox, self._outbox = self._outbox, []
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Watcher, Item]]] = {}
+        for watcher, item in outbox:
+            by_loop.setdefault(watcher.loop, []).append((watcher, item))
+        for loop, told in by_loop.items():
+            call_soon(loop, _put_all, told)
 
     def _run_commands(self, *, wait: bool) -> None:
         if wait:
             self._commands.get()()
         while not self._commands.empty():  # this thread alone takes from it
             self._commands.get()()
+
+
+def _put_all(told: list[tuple[_Watcher, Item]]) -> None:
+    for watcher, item in told:
+        watcher.items.put_nowait(item)
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:

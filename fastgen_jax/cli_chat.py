@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from fastgen_jax.cli_output import WAITING, Printer, note, spinner, summary
+from fastgen_jax import progress
+from fastgen_jax.cli_output import WAITING, Printer, note, summary
 from fastgen_jax.cli_prompts import with_system
 from fastgen_jax.types import Response, SamplingParams
 
@@ -80,7 +81,7 @@ def _typed_lines(out: TextIO) -> Iterator[str]:
 
 def _answer(engine: "Engine", request_id: int, printer: Printer, quiet: bool) -> Response:
     """Print an answer as it comes, and return it. Ctrl-C aborts it; a second Ctrl-C raises."""
-    with spinner(WAITING, False if quiet else None) as stop_spinner, _ctrl_c_is_noted() as pressed:
+    with progress.spinner(WAITING, False if quiet else None) as stop_spinner, _ctrl_c_is_noted() as pressed:
         printer.before_first = stop_spinner
         try:
             while True:

@@ -18,7 +18,7 @@ from fastgen_jax.cli_flags import (
     add_sampling_flags,
     given,
 )
-from fastgen_jax.cli_output import WAITING, Key, Printer, note, spinner, summary
+from fastgen_jax.cli_output import WAITING, Key, Printer, note, summary
 from fastgen_jax.cli_prompts import Job, check_fields, checked_text, naming, read_jobs, stdin_is_terminal
 from fastgen_jax.types import EngineConfig, Response, SamplingParams
 
@@ -134,7 +134,7 @@ def _generate(engine: "Engine", jobs: list[Job], args: argparse.Namespace, out: 
     show = False if args.quiet else None
     has_bar = len(keys) > 1 and not out.isatty()  # it would run into the text on the same terminal
     with (
-        spinner(WAITING, False if has_bar else show) as stop_spinner,
+        progress.spinner(WAITING, False if has_bar else show) as stop_spinner,
         progress.bar("generating", len(keys), show if has_bar else False, "samples") as advance,
     ):
         printer = Printer(keys, out, as_json=args.json, before_first=stop_spinner)

@@ -4,11 +4,9 @@ import dataclasses
 import json
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from fastgen_jax import progress
 from fastgen_jax.types import Response
 
 Key = tuple[int, int]
@@ -100,18 +98,6 @@ def to_json(key: Key, response: Response) -> dict[str, Any]:
         if (entries := getattr(response, name)) is not None:
             found[name] = [entry and dataclasses.asdict(entry) for entry in entries]
     return found
-
-
-@contextmanager
-def spinner(title: str, show: bool | None) -> Iterator[Callable[[], Any]]:
-    """A spinner on stderr, where progress is shown; yields a function that takes it away."""
-    if not progress.is_shown(show):
-        yield lambda: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(title) as status:
-        yield status.stop
 
 
 def note(text: str, quiet: bool) -> None:

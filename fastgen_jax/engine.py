@@ -13,13 +13,14 @@ import numpy as np
 
 from fastgen_jax import budget, defaults, pretrained, progress
 from fastgen_jax.batch import Settings
-from fastgen_jax.intake import Intake, Messages, OnPiece, Prompt, dynamic_rope_len, prompt_list
+from fastgen_jax.intake import Intake, Messages, OnDelta, Prompt, dynamic_rope_len, prompt_list
 from fastgen_jax.low_level import LowLevel
 from fastgen_jax.models.layers import Params
+from fastgen_jax.reader import Reader
 from fastgen_jax.request import Sample
 from fastgen_jax.runner import ModelRunner, Pending, Report, one_dtype
 from fastgen_jax.scheduler import BlockPool, Row, Scheduler, Sequence, StepPlan
-from fastgen_jax.types import DEFAULT_MODEL, EngineConfig, EngineStats, Response, SamplingParams
+from fastgen_jax.types import DEFAULT_MODEL, Delta, EngineConfig, EngineStats, Response, SamplingParams
 
 
 def _one_at_a_time[**P, R](method: Callable[Concatenate["Engine", P], R]) -> Callable[Concatenate["Engine", P], R]:
@@ -31,6 +32,11 @@ def _one_at_a_time[**P, R](method: Callable[Concatenate["Engine", P], R]) -> Cal
             return method(engine, *args, **kwargs)
 
     return locked
+
+
+def _text_only(on_piece: Callable[[str], Any], delta: Delta) -> None:
+    if delta.text:
+        on_piece(delta.text)
 
 
 class Engine:
@@ -101,7 +107,7 @@ class Engine:
         self.step_curve = budget.tune(self._runner, self.config, show_progress)
         self.max_num_batched_tokens = budget.choose(self.step_curve, self.config)
         self._runner.limit(self.max_num_batched_tokens)
-        max_num_seqs = min(max_num_seqs, self.max_num_batched_tokens)
+        self.max_num_seqs = max_num_seqs = min(max_num_seqs, self.max_num_batched_tokens)
         self._block_pool = block_pool
         self._scheduler = Scheduler(
             block_pool,
@@ -125,7 +131,7 @@ class Engine:
         self._samples: dict[int, Sample] = {}
         self._requests: dict[int, list[Sample]] = {}
         self._done: list[Response] = []
-        self._pieces: deque[tuple[Sample, str]] = deque()
+        self._deltas: deque[tuple[Sample, Delta]] = deque()
         self._pending: Pending | None = None
         self._request_ids = itertools.count()
         self._totals = Counter[str]()
@@ -161,19 +167,28 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
-        on_piece: OnPiece | None = None,
+        token_ids: list[int] | None = None,
+        on_piece: Callable[[str], Any] | None = None,
+        on_delta: OnDelta | None = None,
     ) -> int:
         """Queue a request and return its id; the higher `priority` is served first.
 
-        on_piece: called with each piece of new text, which joined are the response's (without echo). It may
-            call `add` and `abort`. If it raises, its request is aborted, and the exception comes out of the
-            `step` or `abort` that called it, when everything is in order again.
+        token_ids: the prompt's, where `reader.encode` has made them already.
+        on_piece: called with each piece of new text, which joined are the response's (without echo).
+        on_delta: called instead with a `Delta` for each step and sample: text, tokens, log-probabilities.
+        Either may call `add` and `abort`. If it raises, its request is aborted, and the exception comes out of
+        the `step` or `abort` that called it, when everything is in order again.
         A ValueError for what can never run leaves everything as it was.
         """
+        if on_piece is not None and on_delta is not None:
+            raise TypeError("on_piece and on_delta tell the same; give one of them")
         params = self.default_params if params is None else params
-        token_ids = self._intake.encode(prompt)
+        if token_ids is None:
+            token_ids = self._intake.encode(prompt)
         self._check(token_ids, params, priority=priority, streamed=on_piece is not None)
-        return self._add(prompt, token_ids, params, priority, on_piece)
+        if on_piece is not None:
+            on_delta = functools.partial(_text_only, on_piece)
+        return self._add(prompt, token_ids, params, priority, on_delta)
 
     @_one_at_a_time
     def step(self) -> list[Response]:
@@ -236,6 +251,11 @@ class Engine:
     def params(self) -> Params:
         """The weights, a nested dict of arrays named as the checkpoint names its modules."""
         return self._runner.params
+
+    @functools.cached_property
+    def reader(self) -> Reader:
+        """Prompts to tokens and back, from any thread and beside a step that runs; its tokenizer is a copy."""
+        return Reader(self._intake)
 
     # Conveniences over add and step
 
@@ -345,7 +365,7 @@ class Engine:
 
     @_one_at_a_time
     def _advance(self) -> None:
-        """Run one step: the responses it finished are in `_done`, and its pieces have been handed out."""
+        """Run one step: the responses it finished are in `_done`, and its deltas have been handed out."""
         try:
             self._is_stepping = True
             try:
@@ -370,14 +390,16 @@ class Engine:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Call on_piece for every piece there is; all is in order by now, whatever a callback does."""
-        while self._pieces:
-            sample, piece = self._pieces.popleft()
+        """Call on_delta for every delta there is; all is in order by now, whatever a callback does."""
+        while self._deltas:
+            sample, delta = self._deltas.popleft()
             try:
-                if sample.on_piece is not None:
-                    sample.on_piece(piece)
+                if sample.on_delta is not None:
+                    sample.on_delta(delta)
             except BaseException:
-                sample.on_piece = None
+                for other in self._requests.get(sample.request_id, ()):
+                    other.on_delta = None
+                sample.on_delta = None
                 self._abort(sample.request_id)
                 raise
 
@@ -390,7 +412,7 @@ class Engine:
         for sample in samples:
             self._scheduler.finish(sample.seq, "abort")
             self._close(sample)
-            self._queue_piece(sample)
+            self._queue_delta(sample)
         return bool(samples)
 
     @_one_at_a_time
@@ -455,11 +477,11 @@ class Engine:
                 self._scheduler.finish(seq, "stop")
             if seq.is_finished:
                 self._close(sample)
-            self._queue_piece(sample)
+            self._queue_delta(sample)
 
-    def _queue_piece(self, sample: Sample) -> None:
-        if sample.on_piece is not None and (piece := sample.take_piece()):
-            self._pieces.append((sample, piece))
+    def _queue_delta(self, sample: Sample) -> None:
+        if sample.on_delta is not None and (delta := sample.take_delta()) is not None:
+            self._deltas.append((sample, delta))
 
     def _push_prompt(self, plan: StepPlan, report: Report) -> None:
         first = 0
@@ -496,11 +518,11 @@ class Engine:
         token_ids: list[int],
         params: SamplingParams,
         priority: int = 0,
-        on_piece: OnPiece | None = None,
+        on_delta: OnDelta | None = None,
     ) -> int:
         """Queue a request that has passed `_check`; its id, higher than any before."""
         request_id = next(self._request_ids)
-        samples = self._intake.samples(request_id, prompt, token_ids, params, priority, on_piece)
+        samples = self._intake.samples(request_id, prompt, token_ids, params, priority, on_delta)
         for sample in samples:
             self._scheduler.add(sample.seq)
             self._samples[sample.seq.seq_id] = sample

@@ -13,11 +13,11 @@ from fastgen_jax.detokenize import Detokenizer
 from fastgen_jax.request import Sample
 from fastgen_jax.sampling_state import SlotRow, pack_row, seed_words
 from fastgen_jax.scheduler import Sequence
-from fastgen_jax.types import SamplingParams
+from fastgen_jax.types import Delta, SamplingParams
 
 Prompt = str | Seq[int]
 Messages = Seq[Mapping[str, Any]]
-OnPiece = Callable[[str], Any]
+OnDelta = Callable[[Delta], Any]
 
 
 class Intake:
@@ -122,10 +122,10 @@ class Intake:
         token_ids: list[int],
         params: SamplingParams,
         priority: int,
-        on_piece: OnPiece | None,
+        on_delta: OnDelta | None,
     ) -> list[Sample]:
         """The `n` samples of a request that has passed `check`; `token_ids` are the prompt's."""
-        text = self._text(prompt, params) if params.full_text else ""
+        text = self.prompt_text(prompt, params) if params.full_text else ""
         return [
             Sample(
                 seq=self.sequence(next(self._seq_ids), token_ids, params, priority),
@@ -134,7 +134,7 @@ class Intake:
                 index=index,
                 prompt=text,
                 detokenizer=self._detokenizer(token_ids, params),
-                on_piece=on_piece,
+                on_delta=on_delta,
             )
             for index in range(params.n)
         ]
@@ -181,7 +181,7 @@ class Intake:
             min_tokens=params.min_tokens,
         )
 
-    def _text(self, prompt: Prompt, params: SamplingParams) -> str:
+    def prompt_text(self, prompt: Prompt, params: SamplingParams) -> str:
         """A prompt's text, for echo."""
         if isinstance(prompt, str) or self.tokenizer is None:
             return prompt if isinstance(prompt, str) else ""

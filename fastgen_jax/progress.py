@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 Advance = Callable[[int], None]
 
@@ -31,3 +32,15 @@ def bar(title: str, total: int, show: bool | None, unit: str = "") -> Iterator[A
     with Progress(*columns, console=Console(stderr=True)) as shown:
         task = shown.add_task(title, total=total)
         yield lambda done: shown.advance(task, done)
+
+
+@contextmanager
+def spinner(title: str, show: bool | None) -> Iterator[Callable[[], Any]]:
+    """A spinner on stderr, where progress is shown; yields a function that takes it away."""
+    if not is_shown(show):
+        yield lambda: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(title) as status:
+        yield status.stop

@@ -8,14 +8,14 @@ from typing import Any
 from fastgen_jax.detokenize import Detokenizer
 from fastgen_jax.runner import Report
 from fastgen_jax.scheduler import Sequence
-from fastgen_jax.types import Response, SamplingParams, Timings, TokenLogprob
+from fastgen_jax.types import Delta, Response, SamplingParams, Timings, TokenLogprob
 
 
 @dataclass(eq=False)
 class Sample:
     """One of the `n` samples of a request, from `Engine.add` to its `Response`.
 
-    prompt: the prompt's text, for echo. on_piece: what the engine calls with each piece of new text.
+    prompt: the prompt's text, for echo. on_delta: what the engine calls with what each step brought.
     """
 
     seq: Sequence
@@ -24,12 +24,13 @@ class Sample:
     index: int
     prompt: str
     detokenizer: Detokenizer | None
-    on_piece: Callable[[str], Any] | None = None
+    on_delta: Callable[[Delta], Any] | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     added: float = field(default_factory=time.perf_counter)
     scheduled: float | None = None
     token_times: list[float] = field(default_factory=list)
+    num_told: int = 0
 
     def push(self, token_id: int, report: Report | None, row: int) -> bool:
         """Take in a generated token; True if a stop string has appeared."""
@@ -40,9 +41,15 @@ class Sample:
             return False
         return self.detokenizer.push(token_id, is_stop_token=self.seq.finish_reason == "stop")
 
-    def take_piece(self) -> str:
-        """The new text that no later token can change, all that is left of it after `response`."""
-        return "" if self.detokenizer is None else self.detokenizer.take_piece()
+    def take_delta(self) -> Delta | None:
+        """The tokens since the last call, and the text that none can change any more: after `response`, all of it."""
+        text = "" if self.detokenizer is None else self.detokenizer.take_piece()
+        first, self.num_told = self.num_told, len(self.seq.output_token_ids)
+        token_ids = tuple(self.seq.output_token_ids[first:])
+        if not text and not token_ids:
+            return None
+        logprobs = None if self.params.logprobs is None else tuple(self.logprobs[first:])
+        return Delta(self.index, text, token_ids, logprobs)
 
     def wants_prompt_logprobs(self, start: int) -> bool:
         """Whether a row that starts at token `start` has log-probabilities of the prompt still to report."""

@@ -181,6 +181,21 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """What one step added to one sample of a request that is under way.
+
+    text: may be empty, for a token can leave a character or a possible stop string unfinished; all of a sample's
+        texts joined are its response's (without echo). An empty delta may bring the last of the text.
+    logprobs: one entry for each of token_ids, or None where SamplingParams.logprobs was None.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Timings:
     """Seconds since the request was added: until it was first scheduled, until each of its tokens, until its end.
 

@@ -12,6 +12,7 @@ from scripted import NUM_TOKENS, TOKENIZER, assert_idle, run, scripted_engine, t
 from tiny import tiny_engine
 
 from fastgen_jax import AsyncEngine, SamplingParams
+from fastgen_jax.types import Delta, Response
 
 TIMEOUT = 60
 """Seconds after which a test says that something hangs."""
@@ -272,3 +273,140 @@ def test_requests_run_on_the_engines_thread_while_the_event_loop_goes_on():
 
     assert in_a_loop(main()) > 20
     assert threads == {"fastgen-engine"}
+
+
+# Events: what `generate` and `stream` are made of
+
+
+def joined_deltas(items) -> str:
+    return "".join(item.text for item in items if isinstance(item, Delta))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_events_begin_with_an_empty_list_and_bring_every_delta_and_response(overlap):
+    engine = slowed(scripted_engine(ANSWERS, overlap=overlap))
+
+    async def main():
+        async with served(engine) as front:
+            return [batch async for batch in front.events("text", SamplingParams(n=2))]
+
+    first, *rest = in_a_loop(main())
+    assert first == []
+    assert all(rest)
+    items = [item for batch in rest for item in batch]
+    for index in range(2):
+        *deltas, response = [item for item in items if item.index == index]
+        assert isinstance(response, Response)
+        assert joined_deltas(deltas) == response.text == "one né👍 three"
+        assert tuple(i for delta in deltas for i in delta.token_ids) == response.token_ids
+
+
+def test_a_request_is_aborted_by_the_id_that_on_added_gave():
+    engine = slowed(scripted_engine(ANSWERS))
+
+    async def main():
+        async with served(engine) as front:
+            added, items = [], []
+            async for batch in front.events("endless", ENDLESS, on_added=added.append):
+                items += batch
+                if len(items) == 5:
+                    were_live = [await front.abort(added[0]), await front.abort(added[0]), await front.abort(999)]
+            return items, were_live
+
+    items, were_live = in_a_loop(main())
+    assert were_live == [True, False, False]
+    assert items[-1].finish_reason == "abort"
+    assert joined_deltas(items) == items[-1].text
+    assert 5 <= len(items[-1].token_ids) < 240
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_cancelled_at_any_point_a_request_leaves_nothing(overlap):
+    engine = scripted_engine(ANSWERS, overlap=overlap)
+
+    async def consume(front):
+        async for _ in front.events("endless", ENDLESS):
+            pass
+
+    async def main():
+        async with served(engine) as front:
+            for num_turns in range(60):
+                task = asyncio.create_task(consume(front))
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                assert await is_idle(front)
+            assert (await front.generate("text")).text == "one né👍 three"
+
+    in_a_loop(main())
+    assert_idle(engine)
+
+
+def test_text_is_tokenised_beside_the_steps_and_the_event_loop(monkeypatch):
+    engine = slowed(scripted_engine(ANSWERS))
+    threads, steps = [], []
+    encode = engine.reader.encode
+
+    def slow_encode(prompt):
+        if prompt == "text":
+            threads.append(threading.current_thread())
+            steps.append(engine.stats().steps)
+            time.sleep(0.2)
+            steps.append(engine.stats().steps)
+        return encode(prompt)
+
+    monkeypatch.setattr(engine.reader, "encode", slow_encode)
+
+    async def main():
+        async with served(engine) as front:
+            other = asyncio.create_task(front.generate("endless", ENDLESS))
+            task = asyncio.create_task(front.generate("text"))
+            num_turns = 0
+            while not task.done():
+                await asyncio.sleep(0.001)
+                num_turns += 1
+            other.cancel()
+            return task.result().text, num_turns
+
+    text, num_turns = in_a_loop(main())
+    assert text == "one né👍 three"
+    assert num_turns > 20
+    assert steps[1] - steps[0] > 5
+    assert threads[0] is not threading.main_thread() and threads[0].name != "fastgen-engine"
+
+
+def test_every_step_is_told_with_its_time():
+    told = []
+
+    async def main():
+        front = AsyncEngine(slowed(scripted_engine(ANSWERS)), on_step=told.append)
+        await front.generate("text")
+        steps = (await front.stats()).steps
+        await front.close()
+        return steps
+
+    steps = in_a_loop(main())
+    assert steps <= len(told) <= steps + 2  # the overlapped loop's last one dispatches nothing
+    assert max(told) >= 0.002
+
+
+def test_a_failure_is_told_once_and_a_close_is_none():
+    engine = slowed(scripted_engine(ANSWERS))
+    failures = []
+
+    async def main():
+        front = AsyncEngine(engine, on_failure=failures.append)
+        assert not front.is_stopped
+        vars(engine)["_runner"].broken["dispatch"] = OSError("the device is gone")
+        with pytest.raises(RuntimeError):
+            await front.generate("text")
+        assert front.is_stopped
+        await front.close()
+
+        closed = AsyncEngine(scripted_engine(ANSWERS), on_failure=failures.append)
+        await closed.close()
+        assert closed.is_stopped
+
+    in_a_loop(main())
+    assert [str(error) for error in failures] == ["the device is gone"]

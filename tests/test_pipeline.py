@@ -109,13 +109,13 @@ def test_do_sample_both_ways_on_a_model():
 @pytest.mark.parametrize(
     ("fields", "error", "sentence"),
     [
-        ({"stream": True}, TypeError, "pipeline does not take 'stream': use Engine.stream"),
-        ({"streaming_fn": print}, TypeError, "pipeline does not take 'streaming_fn': use Engine.stream"),
-        ({"min_length": 3}, TypeError, "does not take 'min_length': use min_tokens"),
-        ({"num_return_sequences": 3}, TypeError, "does not take 'num_return_sequences': use n"),
+        ({"stream": True}, TypeError, "there is no parameter 'stream': use stream()"),
+        ({"streaming_fn": print}, TypeError, "there is no parameter 'streaming_fn': use stream()"),
+        ({"min_length": 3}, TypeError, "there is no parameter 'min_length': use min_tokens"),
+        ({"num_return_sequences": 3}, TypeError, "there is no parameter 'num_return_sequences': use n"),
         ({"num_beams": 3}, TypeError, "beam search is not supported"),
-        ({"temprature": 3}, TypeError, "pipeline does not know 'temprature'; it takes allowed_token_ids, do_sample, "),
-        ({"temprature": None}, TypeError, "pipeline does not know 'temprature'"),
+        ({"temprature": 3}, TypeError, "there is no parameter 'temprature'; there are allowed_token_ids, do_sample, "),
+        ({"temprature": None}, TypeError, "there is no parameter 'temprature'"),
         ({"max_new_tokens": 3, "max_tokens": 3}, TypeError, "max_new_tokens and max_tokens are one parameter"),
         ({"min_new_tokens": 3, "min_tokens": 3}, TypeError, "min_new_tokens and min_tokens are one parameter"),
         ({"max_length": 3}, ValueError, "max_length=3 leaves no room after a prompt of 3 tokens"),
@@ -138,7 +138,7 @@ def test_what_is_not_a_parameter_is_refused_with_the_name_to_use(fields, error, 
 def test_the_names_offered_are_all_taken():
     with pytest.raises(TypeError) as refused:
         params_of(nonsense=1)
-    offered = str(refused.value).split("it takes ")[1].split(", ")
+    offered = str(refused.value).split("there are ")[1].split(", ")
     assert {"max_length", "max_new_tokens", "min_new_tokens", "do_sample", "temperature", "stop"} <= set(offered)
     for name in offered:
         assert params_of(**{name: None})

@@ -7,6 +7,7 @@ from scripted import NUM_TOKENS, SPECIAL, TOKENIZER, WORDS, assert_idle, run, sc
 from tiny import EOS, tiny_engine
 
 from fastgen_jax import SamplingParams
+from fastgen_jax.types import Delta, Response
 
 BOTH_LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 TEXTS = [
@@ -262,3 +263,138 @@ def test_put_takes_in_what_an_abandoned_stream_left_behind():
     next(stream)
     stream.close()
     assert engine.put([1], [[1]]).shape[0] == 1
+
+
+# Deltas: text, tokens and log-probabilities of every sample
+
+
+def deltas_and_responses(engine, prompt, params: SamplingParams) -> tuple[list[Delta], list[Response]]:
+    deltas: list[Delta] = []
+    request_id = engine.add(prompt, params, on_delta=deltas.append)
+    return deltas, run(engine)[request_id]
+
+
+def assert_joined(deltas: list[Delta], responses: list[Response]) -> None:
+    """Each sample's deltas are its response, and none of them is empty."""
+    assert {delta.index for delta in deltas} <= {response.index for response in responses}
+    for response in responses:
+        mine = [delta for delta in deltas if delta.index == response.index]
+        assert all(delta.text or delta.token_ids for delta in mine)
+        assert "".join(delta.text for delta in mine) == response.text
+        assert tuple(i for delta in mine for i in delta.token_ids) == response.token_ids
+        if response.logprobs is None:
+            assert {delta.logprobs for delta in mine} <= {None}
+        else:
+            assert all(len(delta.logprobs) == len(delta.token_ids) for delta in mine)
+            assert tuple(entry for delta in mine for entry in delta.logprobs) == response.logprobs
+
+
+@quick
+@given(
+    data=st.data(),
+    answers=st.lists(texts, min_size=1, max_size=3),
+    stop=st.lists(st.sampled_from(STOPS), max_size=3),
+    max_tokens=st.integers(1, 40),
+)
+def test_deltas_of_every_sample_are_its_response(engine, data, answers, stop, max_tokens):
+    scripts = [encoded_randomly(data, text) for text in answers]
+
+    def script(seq, index):
+        answer = scripts[seq.seq_id % len(scripts)]
+        return answer[index] if index < len(answer) else EOS
+
+    vars(engine)["_runner"].script = script
+    params = SamplingParams(n=len(answers), max_tokens=max_tokens, stop=stop)
+    deltas, responses = deltas_and_responses(engine, "x", params)
+    assert [response.index for response in sorted(responses, key=lambda r: r.index)] == list(range(len(answers)))
+    assert_joined(deltas, responses)
+
+
+@BOTH_LOOPS
+def test_deltas_bring_log_probabilities(overlap):
+    engine = tiny_engine(TOKENIZER, overlap=overlap)
+    params = SamplingParams(n=2, max_tokens=9, temperature=1.0, seed=3, logprobs=2, ignore_eos=True)
+    deltas, responses = deltas_and_responses(engine, "hello", params)
+    assert [len(response.logprobs) for response in responses] == [9, 9]
+    assert_joined(deltas, responses)
+
+
+@BOTH_LOOPS
+def test_deltas_of_preempted_requests_repeat_nothing(overlap):
+    engine = scripted_engine(tokens("z" * 60), num_blocks=14, block_size=4, max_model_len=48, overlap=overlap)
+    deltas: dict[int, list[Delta]] = {}
+    for number in range(4):
+        told: list[Delta] = []
+        deltas[engine.add(f"prompt {number}", SamplingParams(max_tokens=30), on_delta=told.append)] = told
+    found = run(engine)
+    assert engine.stats().preemptions > 0
+    for request_id, told in deltas.items():
+        assert_joined(told, found[request_id])
+
+
+@BOTH_LOOPS
+def test_an_aborted_requests_deltas_have_all_of_its_text_and_tokens(overlap):
+    engine = scripted_engine(tokens("a", "ST", *[0] * 50), overlap=overlap)
+    deltas: list[Delta] = []
+    request_id = engine.add("x", SamplingParams(stop="STOP", n=2), on_delta=deltas.append)
+    for _ in range(8):
+        engine.step()
+    assert "".join(delta.text for delta in deltas if delta.index == 1) == "a"
+    engine.abort(request_id)
+    responses = run(engine)[request_id]
+    assert [(r.text, r.finish_reason) for r in responses] == [("aST", "abort")] * 2
+    assert_joined(deltas, responses)
+    assert_idle(engine)
+
+
+@BOTH_LOOPS
+def test_without_a_tokenizer_deltas_have_tokens_only(overlap):
+    engine = scripted_engine(tokens("abc"), tokenizer=None, overlap=overlap)
+    deltas, responses = deltas_and_responses(engine, [5], SamplingParams())
+    assert_joined(deltas, responses)
+    assert [delta.text for delta in deltas] == [""] * 4  # EOS is a token too
+    assert responses[0].token_ids == (*tokens("abc"), EOS)
+
+
+def test_a_step_brings_a_delta_to_each_sample_that_got_a_token(engine):
+    say(engine, tokens("abc"))
+    deltas: list[Delta] = []
+    engine.add("x", SamplingParams(n=2), on_delta=deltas.append)
+    seen = []
+    while engine.has_work:
+        engine.step()
+        seen.append([(delta.index, delta.text) for delta in deltas])
+        deltas.clear()
+    assert [each for each in seen if each] == [[(0, c), (1, c)] for c in ["a", "b", "c", ""]]
+
+
+def test_what_is_told_is_told_one_way():
+    with pytest.raises(TypeError, match="give one of them"):
+        scripted_engine(ANSWERS).add("short", on_piece=print, on_delta=print)
+
+
+@BOTH_LOOPS
+def test_an_on_delta_that_raises_ends_its_request_and_no_other(overlap):
+    engine = scripted_engine(ANSWERS, overlap=overlap)
+    told: list[Delta] = []
+
+    def fail(delta):
+        raise OSError("the reader has gone")
+
+    doomed = engine.add("long", on_delta=fail)
+    other = engine.add("streamed", on_delta=told.append)
+    with pytest.raises(OSError, match="the reader has gone"):
+        run(engine)
+    found = run(engine)
+    assert found[doomed][0].finish_reason == "abort"
+    assert found[other][0].text == "one two three"
+    assert_joined(told, found[other])
+    assert_idle(engine)
+
+
+def test_a_prompt_whose_tokens_are_known_is_not_read_again(engine):
+    say(engine, tokens("!"))
+    request_id = engine.add("shown by echo", SamplingParams(echo=True), token_ids=tokens("other"))
+    response = run(engine)[request_id][0]
+    assert response.prompt_token_ids == tuple(tokens("other"))
+    assert response.text == "shown by echo!"

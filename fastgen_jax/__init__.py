@@ -8,28 +8,37 @@ if TYPE_CHECKING:
     from fastgen_jax.engine import Engine
     from fastgen_jax.kernels import ragged_attention
     from fastgen_jax.pipeline import pipeline
+    from fastgen_jax.serving import AsyncClient, Client, client, serve
     from fastgen_jax.types import EngineConfig, Response, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncClient",
     "AsyncEngine",
+    "Client",
     "Engine",
     "EngineConfig",
     "Response",
     "SamplingParams",
+    "client",
     "pipeline",
     "ragged_attention",
+    "serve",
 ]
 
 # Imported when first asked for, so that `import fastgen_jax.scheduler` imports no JAX.
 _HOME = {
+    "AsyncClient": "serving",
     "AsyncEngine": "async_engine",
+    "Client": "serving",
     "Engine": "engine",
     "EngineConfig": "types",
     "Response": "types",
     "SamplingParams": "types",
+    "client": "serving",
     "pipeline": "pipeline",
     "ragged_attention": "kernels",
+    "serve": "serving",
 }
 
 

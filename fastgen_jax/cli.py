@@ -12,7 +12,7 @@ from typing import NoReturn
 import fastgen_jax
 from fastgen_jax.cli_flags import HelpFormatter
 
-COMMANDS = ("generate", "plan", "bench", "simulate")
+COMMANDS = ("generate", "serve", "client", "plan", "bench", "simulate")
 """Each has a module, `cli_generate` and so on, whose `add_command` adds it to the parser."""
 
 OK, FAILED, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 128 + 2, 128 + 13
@@ -24,6 +24,7 @@ examples:
   fastgen generate "The capital of France is"
   fastgen generate --model llama2-7b --prompts prompts.txt --json > answers.jsonl
   fastgen generate                              a conversation, on a terminal
+  fastgen serve llama2-7b --replicas 2          OpenAI's API, for many
   fastgen plan --model llama2-7b --gpu h200     what it takes there, without the GPU
   fastgen bench --clients 1,4,16                latencies and throughput under load
   fastgen simulate --model llama2-7b --gpu h200 what it would serve there
@@ -120,3 +121,7 @@ def _drop_stdout() -> None:
     """Lead what stdout still buffers nowhere, for the interpreter flushes it once more at exit."""
     with suppress(OSError, ValueError, AttributeError):  # there may be none, or none with a number
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import fastgen_jax
 from fastgen_jax.cli import COMMANDS
 
 PACKAGE = Path(__file__).parent.parent / "fastgen_jax"
@@ -18,6 +19,8 @@ RULES = {
     "scheduler": {"fastgen_jax.types"},
     "detokenize": set(),
     "progress": {"rich"},
+    "mii": {"fastgen_jax.types"},
+    "reader": {"fastgen_jax.intake", "fastgen_jax.types"},
     "gpus": set(),
     "roofline": {"fastgen_jax.gpus"},
     "bench/load": set(),
@@ -33,6 +36,11 @@ RULES = {
     "sampling": {"jax", "numpy", "fastgen_jax.types", "fastgen_jax.sampling_state"},
     "sampling_state": {"jax", "numpy", "fastgen_jax.types"},
 }
+# What a program of another's would use, and no more.
+PUBLIC = {"types", "mii", "progress", *fastgen_jax.__all__}
+GRPC = {"google", "grpc", "grpc_health", "grpc_reflection"}
+WEB = {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
+RULES["serving"] = {f"fastgen_jax.{name}" for name in PUBLIC} | GRPC | WEB | {"ray"}
 MAY_IMPORT_ENGINE = {"__init__", "async_engine", "pipeline", "cli", "cli_generate"}
 
 
@@ -77,7 +85,8 @@ def test_the_rules_would_notice():
     assert imports(PACKAGE / "engine.py") >= {"fastgen_jax.runner", "fastgen_jax.models.layers"}
 
 
-HEAVY = "jax flax numpy transformers tokenizers huggingface_hub gguf jinja2 rich torch"
+MODEL = "jax flax numpy transformers tokenizers huggingface_hub gguf jinja2 torch"
+HEAVY = f"{MODEL} rich grpc google.protobuf fastapi pydantic uvicorn prometheus_client ray"
 
 
 def imported(code: str, names: str) -> list[str]:
@@ -87,7 +96,9 @@ def imported(code: str, names: str) -> list[str]:
     return run.stderr.split()
 
 
-@pytest.mark.parametrize("module", ["fastgen_jax", "fastgen_jax.types", "fastgen_jax.scheduler"])
+@pytest.mark.parametrize(
+    "module", ["fastgen_jax", "fastgen_jax.types", "fastgen_jax.scheduler", "fastgen_jax.mii", "fastgen_jax.serving"]
+)
 def test_importing_brings_nothing_heavy(module):
     assert imported(f"import {module}", HEAVY) == []
 
@@ -109,3 +120,28 @@ def test_text_to_tokens_and_back_takes_neither_transformers_nor_the_hub():
         tokenizer = fastgen_jax.checkpoint.resolve("smollm2-135m").tokenizer()
         assert tokenizer.decode(tokenizer("naïve café")["input_ids"]) == "naïve café" """
     assert imported(code, "transformers huggingface_hub jinja2 torch") == []
+
+
+@pytest.mark.parametrize(
+    "code", ["from fastgen_jax import AsyncClient, client, serve", "import fastgen_jax.serving.server"]
+)
+def test_clients_and_the_front_of_a_server_bring_no_model(code):
+    assert imported(code, MODEL) == []
+
+
+def test_what_needs_an_extra_says_so():
+    code = """if True:
+        import sys
+        sys.modules["grpc"] = None
+        import fastgen_jax
+        try:
+            fastgen_jax.client
+        except ImportError as error:
+            assert str(error) == "serving needs an extra: pip install 'fastgen-jax[serve]' (grpc is missing)", error
+        else:
+            raise AssertionError
+        from fastgen_jax.cli import main
+        assert main(["serve"]) == main(["client", "x"]) == 2"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("serving needs an extra: pip install 'fastgen-jax[serve]' (grpc") == 2

@@ -1,5 +1,6 @@
 """Every block of the README does what it shows."""
 
+import json
 import os
 import re
 import shlex
@@ -30,7 +31,7 @@ def shown_after(command: str) -> str:
 
 
 def test_there_is_something_to_run():
-    assert len(PYTHON) == 3
+    assert len(PYTHON) == 4
     assert len(COMMANDS) == 6
 
 
@@ -53,6 +54,24 @@ def test_the_building_blocks_example_runs(capsys):
 def test_the_plan_command_parses():
     (command,) = (line for line in SHELL if line.startswith("fastgen plan"))
     assert build_parser().parse_args(shlex.split(command)[1:]).gpu == "h200"
+
+
+@pytest.mark.parametrize(
+    "command", [line for line in SHELL if re.match("fastgen (serve|client|bench|simulate) ", line)]
+)
+def test_other_commands_parse(command):
+    build_parser().parse_args(shlex.split(command.partition("  #")[0])[1:])
+
+
+def test_the_dockerfile_installs_and_starts_what_the_readme_does():
+    text = (ROOT / "Dockerfile").read_text()
+    entry, arguments = (
+        json.loads(re.search(rf"^{name} (.*)$", text, re.MULTILINE)[1]) for name in ("ENTRYPOINT", "CMD")
+    )
+    assert build_parser().parse_args([*entry[1:], *arguments]).host == "0.0.0.0"
+    (extras,) = re.findall(r"\./src\[([\w,]+)\]", text)
+    for extra in extras.split(","):
+        assert re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -93,9 +112,9 @@ def test_the_two_commands_are_targets():
 
 
 def test_extras_of_the_readme_exist():
-    extras = re.findall(r"\[(cuda\d+)\]", README)
-    assert extras
-    for extra in extras:
+    groups = re.findall(r"\.\[([\w,]+)\]", README)
+    assert groups
+    for extra in ",".join(groups).split(","):
         assert re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 

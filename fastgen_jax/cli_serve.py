@@ -1,0 +1,152 @@
+"""`fastgen serve`: replicas of a model, a router over them, gRPC and OpenAI's API over that."""
+
+import argparse
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from fastgen_jax.cli_flags import HelpFormatter, add_engine_flags, add_model_argument, given
+from fastgen_jax.types import EngineConfig
+
+if TYPE_CHECKING:
+    from fastgen_jax.serving.server import ServerSettings
+
+DESCRIPTION = """\
+Serve a model to many: OpenAI's API over HTTP, a page to watch it on, and gRPC (docs/serving.md).
+
+Each replica is a process with an engine of its own, and is started again if it dies. The router in front of them sends
+a request where the fewest tokens are outstanding. SIGTERM or Ctrl-C finishes what runs; a second one stops at once."""
+
+EXAMPLES = """\
+examples:
+  fastgen serve smollm2-135m
+  fastgen serve llama2-7b --replicas 2 --api-key "$KEY" --host 0.0.0.0
+  fastgen serve llama2-7b --replicas 2 --replica-class interactive --replica-class batch
+  fastgen serve llama2-7b --only-replica --host 0.0.0.0 --grpc-port 50051       on another machine, for:
+  fastgen serve --replica gpu1:50051 --replica gpu2:50051
+  curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+    -d '{"prompt": "The capital of France is", "max_tokens": 8}'
+
+exit status:
+  0 after SIGTERM or Ctrl-C; 1 if a port is taken or the model cannot be loaded;
+  2 for a mistake in what you gave, such as a model that is not there"""
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to `commands`, the subparsers of `fastgen`."""
+    parser = commands.add_parser(
+        "serve",
+        usage="fastgen serve [MODEL] [--replicas N] [--replica HOST:PORT ...] [options]",
+        help="serve a model over HTTP and gRPC",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    add_model_argument(parser, positional=True)
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a model on the Hub")
+    _add_replica_flags(parser)
+    _add_server_flags(parser)
+    add_engine_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("replicas")
+    text = "processes to start here, with a GPU each if there are GPUs (default 1; 0 with --replica)"
+    group.add_argument("--replicas", metavar="N", type=int, help=text)
+    text = "a replica that runs elsewhere; repeat it for several"
+    group.add_argument("--replica", metavar="HOST:PORT", action="append", default=[], dest="remote", help=text)
+    text = "the key that those want to see (default: the first --api-key)"
+    group.add_argument("--replica-api-key", metavar="KEY", help=text)
+    text = "interactive or batch, or a name of your own: what a replica is for; one for each, or none"
+    group.add_argument("--replica-class", metavar="NAME", action="append", default=[], dest="classes", help=text)
+    text = "be a replica, for a router elsewhere: gRPC on --grpc-port, and nothing else"
+    group.add_argument("--only-replica", action="store_true", help=text)
+    text = "what clients call the model (default: what you call it)"
+    group.add_argument("--served-model-name", metavar="NAME", default="", help=text)
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    text = "address to listen on; 0.0.0.0 is all of the machine's (default 127.0.0.1)"
+    group.add_argument("--host", metavar="HOST", default="127.0.0.1", help=text)
+    group.add_argument("--port", metavar="N", type=int, default=8000, help="of HTTP; 0 is any free one (default 8000)")
+    text = "of gRPC; 0 is any free one (default 50050)"
+    group.add_argument("--grpc-port", metavar="N", type=int, default=50050, help=text)
+    text = "a key that opens the server; repeat it for several (default: it is open)"
+    group.add_argument("--api-key", metavar="KEY", action="append", default=[], dest="api_keys", help=text)
+    text = "web pages of this origin may call it, as https://example.com or '*'; repeat it for several"
+    group.add_argument("--cors-origin", metavar="ORIGIN", action="append", default=[], dest="cors_origins", help=text)
+    text = "requests of a model that may wait for their first token; the next gets 429 (default 256)"
+    group.add_argument("--max-queue", metavar="N", type=int, default=256, help=text)
+    text = "seconds that a request may take (default 600)"
+    group.add_argument("--request-timeout", metavar="S", type=float, default=600.0, help=text)
+    text = "of a request's body; a longer one gets 413 (default 4 MiB)"
+    group.add_argument("--max-request-bytes", metavar="N", type=int, default=4 << 20, help=text)
+    text = "debug, info, warning or error (default info: a line for each request, without its text)"
+    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=text)
+    text = "name under which `fastgen client` finds it (default: the model's)"
+    group.add_argument("--name", metavar="NAME", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve what `args` ask for; the exit status."""
+    engine = {"seed": secrets.randbelow(2**31)} | given(args, EngineConfig)
+    EngineConfig(**engine)
+    try:
+        from fastgen_jax.serving import server
+    except ImportError as error:
+        raise ValueError(f"serving needs an extra: pip install 'fastgen-jax[serve]' ({error.name})") from error
+    if args.only_replica:
+        return _run_replica(args, engine)
+    return server.run(_settings(args, engine))
+
+
+def _run_replica(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+    from fastgen_jax.serving import replica_process
+
+    if args.remote or args.replicas is not None or len(args.classes) > 1:
+        raise ValueError("--only-replica is one replica; leave out --replicas, --replica, and all but one class")
+    settings = replica_process.ReplicaSettings(
+        args.model,
+        name=args.served_model_name,
+        revision=args.revision,
+        engine=engine,
+        host=args.host,
+        port=args.grpc_port,
+        replica_class="".join(args.classes),
+        api_keys=tuple(args.api_keys),
+        log_level=args.log_level,
+    )
+    status = replica_process.run(settings)
+    return replica_process.FAILED if status == replica_process.CANNOT_LOAD else status
+
+
+def _settings(args: argparse.Namespace, engine: dict[str, Any]) -> "ServerSettings":
+    from fastgen_jax.serving import deployments
+    from fastgen_jax.serving.server import ServerSettings
+
+    replicas = args.replicas if args.replicas is not None else 0 if args.remote else 1
+    name = args.name or deployments.default_name(args.model if replicas else "router")
+    if deployments.find(deployments.check_name(name)) is not None:
+        raise ValueError(f"deployment {name!r} runs already; choose another --name")
+    return ServerSettings(
+        args.model if replicas else None,
+        name=args.served_model_name,
+        revision=args.revision,
+        replicas=replicas,
+        replica_classes=tuple(args.classes),
+        remote=tuple(args.remote),
+        engine=engine,
+        host=args.host,
+        port=args.port,
+        grpc_port=args.grpc_port,
+        api_keys=tuple(args.api_keys),
+        replica_api_key=args.replica_api_key or next(iter(args.api_keys), None),
+        cors_origins=tuple(args.cors_origins),
+        max_queue=args.max_queue,
+        request_timeout=args.request_timeout,
+        max_request_bytes=args.max_request_bytes,
+        log_level=args.log_level,
+        deployment=name,
+    )

@@ -1,0 +1,1 @@
+"""The parts of `scripts/bench_serving.py`: one module for each question."""

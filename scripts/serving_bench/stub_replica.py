@@ -1,0 +1,14 @@
+"""The process of a replica over a `StubEngine`; its speed is the arguments: seconds of a step, seconds of a token."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from fastgen_jax.serving.replica_process import ReplicaSettings, run
+from serving_bench.stub import Speed, StubEngine
+
+if __name__ == "__main__":
+    speed = Speed(float(sys.argv[1]), float(sys.argv[2]))
+    settings = ReplicaSettings.from_json(sys.stdin.buffer.raw.readline().decode())  # type: ignore[union-attr]
+    sys.exit(run(settings, load=lambda _: StubEngine(speed)))

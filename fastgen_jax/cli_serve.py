@@ -85,6 +85,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-request-bytes", metavar="N", type=int, default=4 << 20, help=text)
     text = "debug, info, warning or error (default info: a line for each request, without its text)"
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=text)
+    text = "put the text of every request into the log, too"
+    group.add_argument("--log-prompts", action="store_true", help=text)
     text = "name under which `fastgen client` finds it (default: the model's)"
     group.add_argument("--name", metavar="NAME", help=text)
 
@@ -148,5 +150,6 @@ def _settings(args: argparse.Namespace, engine: dict[str, Any]) -> "ServerSettin
         request_timeout=args.request_timeout,
         max_request_bytes=args.max_request_bytes,
         log_level=args.log_level,
+        log_prompts=args.log_prompts,
         deployment=name,
     )

@@ -37,8 +37,11 @@ def save_wide_model(folder: Path, max_len: int) -> None:
 
 
 @contextlib.contextmanager
-def cluster(num_cpus: int) -> Iterator[str]:
-    """The URL of Serve's proxy, for as long as the block runs; nothing of Ray's is left afterwards."""
+def cluster(**resources: int) -> Iterator[str]:
+    """The URL of Serve's proxy, for as long as the block runs; nothing of Ray's is left afterwards.
+
+    resources: what Ray is to believe that there is, `num_cpus` and `num_gpus`.
+    """
     os.environ.update(ENVIRONMENT)  # before the import, which reads some of it
     import ray
     from ray import serve
@@ -48,12 +51,19 @@ def cluster(num_cpus: int) -> Iterator[str]:
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         try:
-            ray.init("local", num_cpus=num_cpus, object_store_memory=100 << 20, _temp_dir=folder, **quiet)
+            ray.init("local", **resources, object_store_memory=100 << 20, _temp_dir=folder, **quiet)
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             yield f"http://127.0.0.1:{port}"
             serve.shutdown()
         finally:
             ray.shutdown()
+
+
+def free(resource: str) -> float:
+    """How much is left of "GPU", for example."""
+    import ray
+
+    return ray.available_resources().get(resource, 0)
 
 
 def actors(deployment: str) -> list[str]:

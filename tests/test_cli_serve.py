@@ -74,6 +74,7 @@ FLAGS = {
     "request_timeout": (["--request-timeout", "1.5"], {"request_timeout": 1.5}),
     "max_request_bytes": (["--max-request-bytes", "99"], {"max_request_bytes": 99}),
     "log_level": (["--log-level", "debug"], {"log_level": "debug"}),
+    "log_prompts": (["--log-prompts"], {"log_prompts": True}),
     "deployment": (["--name", "mine"], {"deployment": "mine"}),
 }
 

@@ -16,6 +16,12 @@ from serving import replica_server, run, served
 from fastgen_jax.serving.discovery import METRIC, SILENT_S, OutstandingTokens, Registry
 from fastgen_jax.serving.router import Router
 
+
+def saying(letter: str):
+    """A script: `letter` without end."""
+    return lambda seq, index: tokens(letter)[0]
+
+
 # Who is there
 
 
@@ -92,7 +98,7 @@ def test_outstanding_tokens_are_the_prompts_until_they_are_computed_and_the_outp
 
 def test_outstanding_tokens_fall_with_every_token():
     async def main() -> None:
-        async with replica_server(scripted_engine(lambda seq, index: tokens("x")[0])) as (replica, _):
+        async with replica_server(scripted_engine(saying("x"))) as (replica, _):
             num_tokens = 0
             async for event in replica.generate(request("hello", max_tokens=50), stream=True):
                 num_tokens += len(event.delta.token_ids)
@@ -106,11 +112,6 @@ def test_outstanding_tokens_fall_with_every_token():
 # A router that follows
 
 
-def script(gate: Gate, word: str):
-    """Once `gate` is open, `word` 20 times."""
-    return lambda seq, index: gate(seq, index) and tokens(*[word] * 20, "</s>")[index]
-
-
 def channels(router: Router) -> set[str]:
     """Of how many replicas it holds a connection."""
     return {replica.address for replica in vars(router)["_watches"]}
@@ -118,23 +119,21 @@ def channels(router: Router) -> set[str]:
 
 def test_a_router_has_the_replicas_that_it_is_told_to_have():
     """One that is left out gets no new request and finishes what it has; one that comes is used when it is ready."""
-    gates = Gate(), Gate()
-    gates[1].open()
-    answers = "a" * 20, "b" * 20
+    gate, ask = Gate(), request(max_tokens=20)
 
     async def main() -> None:
         async with (
-            replica_server(scripted_engine(script(gates[0], "a"))) as (_, first),
-            replica_server(scripted_engine(script(gates[1], "b"))) as (_, second),
+            replica_server(scripted_engine(gate)) as (_, first),
+            replica_server(scripted_engine(saying("b"))) as (_, second),
         ):
             router = Router([])
             await router.start()
             with pytest.raises(Exception, match="no replica has been reached yet: there are none"):
-                await anext(router.generate(request(), stream=False))
+                await anext(router.generate(ask, stream=False))
 
             router.set_addresses([first.address])
             await until(lambda: router.is_ready)
-            running = Asking(router, request(), stream=True)
+            running = Asking(router, ask, stream=True)
             await until(lambda: running.events)
 
             router.set_addresses([second.address])
@@ -143,21 +142,21 @@ def test_a_router_has_the_replicas_that_it_is_told_to_have():
             assert [stats.address for stats in router.stats(0)] == [second.address]
             assert channels(router) == {first.address, second.address}
             for _ in range(3):
-                asking = Asking(router, request(), stream=True)
+                asking = Asking(router, ask, stream=True)
                 await asking.task
-                assert text_of(asking.events) == answers[1]
+                assert text_of(asking.events) == "b" * 20
 
-            gates[0].open()
+            gate.open()
             await running.task
-            assert (running.error, text_of(running.events)) == (None, answers[0])
+            assert (running.error, text_of(running.events)) == (None, "x" * 20)
             router.set_addresses([second.address])
             assert channels(router) == {second.address}
 
             router.set_addresses([first.address, second.address])
             await until(lambda: [stats.state for stats in router.stats(0)] == ["ready", "ready"])
-            both = [Asking(router, request(), stream=True) for _ in range(2)]
+            both = [Asking(router, ask, stream=True) for _ in range(2)]
             await asyncio.gather(*(each.task for each in both))
-            assert {text_of(each.events) for each in both} == set(answers)
+            assert {text_of(each.events) for each in both} == {"x" * 20, "b" * 20}
             await router.close()
 
     run(main())
@@ -184,7 +183,7 @@ def test_a_replica_that_stays_keeps_its_connection_and_its_load():
 
 def test_a_replica_that_was_left_out_can_still_be_told_to_abort():
     async def main() -> None:
-        async with served([scripted_engine(lambda seq, index: tokens("x")[0])]) as s:
+        async with served([scripted_engine(saying("x"))]) as s:
             asking = Asking(s.router, request(request_id="one", max_tokens=None), stream=True)
             await until(lambda: asking.has_seen_answer)
             s.router.set_addresses([])

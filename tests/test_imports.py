@@ -41,6 +41,7 @@ PUBLIC = {"types", "mii", "progress", *fastgen_jax.__all__}
 GRPC = {"google", "grpc", "grpc_health", "grpc_reflection"}
 WEB = {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
 RULES["serving"] = {f"fastgen_jax.{name}" for name in PUBLIC} | GRPC | WEB | {"ray"}
+RULES["serving/discovery"] = set()
 MAY_IMPORT_ENGINE = {"__init__", "async_engine", "pipeline", "cli", "cli_generate"}
 
 
@@ -79,6 +80,11 @@ def test_only_the_fronts_import_the_engine():
     for path in PACKAGE.rglob("*.py"):
         if path.stem not in MAY_IMPORT_ENGINE:
             assert "fastgen_jax.engine" not in imports(path), path
+
+
+def test_only_its_own_module_imports_ray():
+    for path in PACKAGE.rglob("*.py"):
+        assert any(is_below(module, "ray") for module in imports(path)) is (path.stem == "ray_app"), path
 
 
 def test_the_rules_would_notice():

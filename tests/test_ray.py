@@ -12,7 +12,7 @@ import openai
 import pytest
 import test_openai
 from prometheus_client.parser import text_string_to_metric_families
-from ray_cluster import actors, cluster, kill, save_wide_model
+from ray_cluster import actors, cluster, free, kill, save_wide_model
 from serving import TIMEOUT
 from test_openai import GREEDY, PROMPT, engines, split
 from tiny import SMALL
@@ -41,13 +41,13 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[str]:
-    with cluster(num_cpus=2) as url:
+    with cluster(num_cpus=2, num_gpus=3) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def url(proxy, folder) -> Iterator[str]:
-    """Two replicas."""
+    """Two replicas, with a GPU each, as Ray is to think."""
     yield from deployed(proxy, folder, min_replicas=2, max_replicas=2)
 
 
@@ -68,7 +68,7 @@ def deployed(proxy: str, folder: Path, **options: Any) -> Iterator[str]:
 
     from fastgen_jax.serving.ray_app import Options, app
 
-    fixed = {"model": str(folder), "name": "tiny", "engine": ENGINE, "gpus_per_replica": 0, "log_level": "warning"}
+    fixed = {"model": str(folder), "name": "tiny", "engine": ENGINE, "log_level": "warning"}
     serve.run(app(Options(**fixed, **options)))
     wait(lambda: set(replicas(proxy).values()) == {"ready"}, START_S)
     yield proxy
@@ -118,6 +118,11 @@ async def listen(client: openai.AsyncOpenAI, fields: dict[str, Any]) -> str:
     return "".join([chunk.choices[0].text async for chunk in stream])
 
 
+async def ask_once(url: str, fields: dict[str, Any]) -> str:
+    async with connect(url) as client:
+        return await ask(client, fields)
+
+
 def in_time(main: Any, seconds: float) -> Any:
     return asyncio.run(asyncio.wait_for(main, seconds))
 
@@ -155,6 +160,10 @@ def test_health_metrics_and_the_page(url):
         assert events.status_code == 200
 
 
+def test_each_replica_has_a_gpu_of_its_own(url):
+    wait(lambda: free("GPU") == 3 - 2)
+
+
 def test_requests_go_to_both_replicas(url):
     async def main() -> None:
         before = metric(url, "steps_total")
@@ -176,6 +185,15 @@ def test_a_client_that_leaves_frees_what_it_had(url):
     wait(lambda: sum(running(url)) == 0)
 
 
+def test_the_front_goes_on_without_the_registry(url):
+    before, [lost] = replicas(url), actors("Registry")
+    kill(lost)
+    for _ in range(10):
+        assert in_time(ask_once(url, GREEDY), TIMEOUT)
+    wait(lambda: actors("Registry") not in ([], [lost]))
+    wait(lambda: replicas(url) == before)
+
+
 def test_a_replica_that_dies_takes_with_it_what_has_streamed_and_ray_starts_another(url, own):
     [(text, _)] = engines(own, PROMPT, **LONG)
     before = replicas(url)
@@ -195,12 +213,7 @@ def test_a_replica_that_dies_takes_with_it_what_has_streamed_and_ray_starts_anot
     assert isinstance(lost, openai.APIError) and lost.code == "replica_lost", lost
     wait(lambda: replicas(url).keys() != before.keys() and list(replicas(url).values()) == ["ready", "ready"], START_S)
     assert len(replicas(url).keys() & before.keys()) == 1
-    assert in_time(ask_once(url), TIMEOUT) == text
-
-
-async def ask_once(url: str) -> str:
-    async with connect(url) as client:
-        return await ask(client, LONG)
+    assert in_time(ask_once(url, LONG), TIMEOUT) == text
 
 
 # As many as there is work for
@@ -211,13 +224,13 @@ def scaled(proxy, folder) -> Iterator[str]:
     """One replica, or two while more than 2000 tokens are outstanding."""
     scaling = {"min_replicas": 1, "max_replicas": 2, "tokens_per_replica": 2000}
     delays = {"upscale_delay_s": 1, "downscale_delay_s": 2, "drain_s": 60}
-    yield from deployed(proxy, folder, api_keys="other,key", **scaling, **delays)
+    yield from deployed(proxy, folder, gpus_per_replica=0, api_keys="other,key", **scaling, **delays)
 
 
 def test_replicas_come_with_the_load_and_go_without_disturbing_what_runs(scaled):
     """40 clients are more than one replica should have, 4 are not."""
     url = scaled
-    assert len(replicas(url)) == 1
+    assert (len(replicas(url)), free("GPU")) == (1, 3)
     assert httpx2.get(f"{url}/v1/models", timeout=TIMEOUT).status_code == 401
 
     async def keep(asking: Callable[..., Any], fields: dict[str, Any], stop: asyncio.Event) -> list[int]:

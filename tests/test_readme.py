@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
+from scripted import TOKENIZER
+from threaded import serving
+from tiny import tiny_engine
 
 from fastgen_jax.cli import build_parser
 
@@ -61,6 +65,17 @@ def test_the_plan_command_parses():
 )
 def test_other_commands_parse(command):
     build_parser().parse_args(shlex.split(command.partition("  #")[0])[1:])
+
+
+def test_curl_examples_are_answered():
+    commands = [shlex.split(line) for line in SHELL if line.startswith("curl ")]
+    assert len(commands) == 2
+    with serving([tiny_engine(TOKENIZER)]) as served:
+        for words in commands:
+            (url,) = (word for word in words if word.startswith("http://127.0.0.1:8000/"))
+            answer = httpx2.post(url.replace("http://127.0.0.1:8000", served.url), content=words[words.index("-d") + 1])
+            assert answer.status_code == 200, answer.text
+            assert "choices" in answer.text
 
 
 def test_the_dockerfile_installs_and_starts_what_the_readme_does():

@@ -379,11 +379,12 @@ def test_another_process_at_the_same_address_has_an_empty_cache_and_its_own_step
             await stub.generate(request())
             await until(lambda: replica.steps and replica.steps[-1].number == engines[1].stats().steps)
             await server.stop()
-            return cached, [step.number for step in replica.steps]
+            return cached, list(replica.steps)
 
-    cached, numbers = run(main())
+    cached, steps = run(main())
     assert cached == [128, 0]
-    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 15
+    assert [step.number for step in steps] == list(range(1, len(steps) + 1))
+    assert sum(step.prompt_tokens for step in steps) == 240 + 5
 
 
 def test_a_replica_that_says_nothing_counts_as_lost_after_two_looks(monkeypatch):
@@ -671,6 +672,27 @@ def test_a_name_that_runs_is_refused_and_free_when_it_has_ended():
 # Nothing is left behind
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_goes_away_takes_its_request_with_it(stream):
+    engines = [slow_engine(), slow_engine()]
+
+    async def main():
+        async with served(engines) as s, Stub(s.grpc) as stub:
+            call = stub.stream if stream else stub.generate
+            task = asyncio.create_task(call(request("long", **ENDLESS)))
+            await until(lambda: max(e.stats().generated_tokens for e in engines) > 5)
+            task.cancel()
+            await until(lambda: not vars(s.router)["_live"])
+            assert_nothing_left(s.router)
+            await until(lambda: all(e.stats().free_blocks == e.stats().blocks for e in engines))
+            return s.router.metrics.text().decode()
+
+    metrics = run(main())
+    assert 'fastgen:request_aborted_total{model_name="tiny"} 1.0' in metrics
+    assert min(each.stats().steps for each in engines) == 0, "it is not tried elsewhere"
+    assert max(each.stats().generated_tokens for each in engines) < 200
+
+
 def test_many_streams_at_once_and_clients_that_go_away():
     engines = [slowed(scripted_engine(ANSWERS, max_num_seqs=8), 0.0005) for _ in range(2)]
 
@@ -869,6 +891,28 @@ def test_the_log_has_the_request_and_never_the_prompt(caplog):
     assert (said["prompt_tokens"], said["generated_tokens"]) == (5, len(ANSWERS["hello"]) + 1)
     assert said["seconds"] >= said["ttft"] >= 0
     assert not any("hello" in str(vars(other)) for other in caplog.records)
+
+
+def test_the_log_has_the_prompt_if_that_is_asked_for(caplog):
+    async def main():
+        async with served([engine()], log_prompts=True) as s, Stub(s.grpc) as stub:
+            await stub.generate(request(request_id="mine"))
+
+    with caplog.at_level(logging.INFO, logger="fastgen_jax.serving"):
+        run(main())
+    (said,) = [vars(record) for record in caplog.records if record.message == "prompt"]
+    assert (said["request_id"], said["prompt"]) == ("mine", "hello")
+
+
+def test_the_log_has_the_prompt_where_asked(caplog):
+    async def main():
+        async with served([engine()], log_prompts=True) as s, Stub(s.grpc) as stub:
+            await stub.generate(request(request_id="mine"))
+
+    with caplog.at_level(logging.INFO, logger="fastgen_jax.serving"):
+        run(main())
+    said = [(record.request_id, record.prompt) for record in caplog.records if record.message == "prompt"]
+    assert said == [("mine", "hello")]
 
 
 def test_a_request_is_tried_once_on_each_replica():

@@ -163,6 +163,16 @@ def test_the_log_has_a_json_line_for_each_request_and_never_its_text(pair):
         assert {"time", "level", "process", "message"} <= set(json.loads(text))
 
 
+def test_a_local_replica_answers_its_own_server_only(pair):
+    address = pair.wait_for(r"listening on ([\d.:]+)")[1]
+
+    async def main():
+        async with Stub(address) as nobody, Stub(address, "") as guess:
+            return [await refused(stub.generate(request("x"))) for stub in (nobody, guess)]
+
+    assert [error.code() for error in run(main())] == [grpc.StatusCode.UNAUTHENTICATED] * 2
+
+
 def test_a_second_server_of_the_same_name_is_refused(pair, tmp_path):
     second = Process(tmp_path, "serve", "scripted", "--name", "pair", "--port", "0", "--grpc-port", "0")
     assert second.ends() == 2
@@ -311,6 +321,16 @@ def test_a_second_signal_stops_at_once(tmp_path, how):
         wait_until_gone(replicas, 5)
     assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
     assert 1 <= len(text_of(events)) < 50
+
+
+def test_sigterm_ends_a_server_whose_replicas_are_still_loading(tmp_path):
+    server = Process(tmp_path, "serve", "scripted", "--name", "early", "--port", "0", "--grpc-port", "0")
+    server.wait_for("loading scripted")
+    replicas = server.children()
+    server.process.terminate()
+    assert server.ends(20) == 0
+    assert replicas and not any(map(is_there, replicas))
+    assert "Fatal" not in server.log and "Traceback" not in server.log
 
 
 def test_a_server_that_is_killed_leaves_no_replica_behind(tmp_path):

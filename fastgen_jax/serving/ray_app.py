@@ -39,6 +39,9 @@ _FOR_NOW = (RayError, RayServeException)
 """What calls of another deployment end with while Ray replaces it."""
 
 
+_NO_ACCESS_LOG = {"enable_access_log": False}
+"""The front logs requests itself, and calls of the registry, several a second, say nothing."""
+
 _PAGE_S = 60.0
 """Ray ends a front when all its requests have ended, those of open pages too; so these may not last."""
 
@@ -89,10 +92,7 @@ def app(args: Options) -> serve.Application:
         api_keys=args.api_keys,
         log_level=args.log_level,
     )
-    registry = serve.deployment(Registry).options(
-        ray_actor_options={"num_cpus": 0},
-        logging_config={"enable_access_log": False},  # which would be a few lines a second
-    )
+    registry = serve.deployment(Registry).options(ray_actor_options={"num_cpus": 0}, logging_config=_NO_ACCESS_LOG)
     replicas = serve.deployment(ModelReplica).options(
         autoscaling_config=_scaling(args),
         ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": args.gpus_per_replica},
@@ -101,6 +101,7 @@ def app(args: Options) -> serve.Application:
     )
     front = serve.deployment(serve.ingress()(Front)).options(
         ray_actor_options={"num_cpus": 0},
+        logging_config=_NO_ACCESS_LOG,
         graceful_shutdown_timeout_s=args.drain_s,
         max_ongoing_requests=100_000,  # the router says when there are too many
     )

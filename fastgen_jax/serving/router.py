@@ -64,6 +64,7 @@ class Router:
     max_queue: requests of a model that may wait for their first token; the next is refused (RESOURCE_EXHAUSTED).
     request_timeout: seconds for a request that names no deadline of its own.
     api_key: what the replicas want to see.
+    log_prompts: put the text of every request into the log.
     on_terminate: called with `now` when a client wants everything to end.
     """
 
@@ -75,6 +76,7 @@ class Router:
         request_timeout: float = REQUEST_TIMEOUT_S,
         api_key: str | None = None,
         metrics: Metrics | None = None,
+        log_prompts: bool = False,
         on_terminate: Callable[[bool], None] = lambda now: None,
     ) -> None:
         self._api_key = api_key
@@ -83,6 +85,7 @@ class Router:
         self.metrics.watch(_Live(lambda: self.stats(after_step=1 << 62)))
         self.max_queue = max_queue
         self._request_timeout = request_timeout
+        self._log_prompts = log_prompts
         self._on_terminate = on_terminate
         self._balancer = Balancer()
         self._waiting = Counter[str]()
@@ -164,6 +167,8 @@ class Router:
             self.metrics.request(model, name),
             make_ticket(),
         )
+        if self._log_prompts:
+            log.info("prompt", extra={"request_id": name, "model": model, "prompt": prompt})
         self._live[name] = asked
         self._idle.clear()
         self._waiting[model] += 1

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import uvicorn
@@ -58,6 +59,7 @@ class ServerSettings:
     request_timeout: float = REQUEST_TIMEOUT_S
     max_request_bytes: int = MAX_REQUEST_BYTES
     log_level: str = "info"
+    log_prompts: bool = False
     deployment: str = ""
 
     def __post_init__(self) -> None:
@@ -128,15 +130,17 @@ async def serve(settings: ServerSettings) -> int:
     devices = share_gpus(settings.replicas)
     ending = Ending()
     ending.listen()
+    replica_key = settings.replica_api_key or secrets.token_urlsafe()  # nobody else on this machine has it
     local = [
-        LocalReplica(each, devices=device, on_hopeless=ending.fail)
+        LocalReplica(replace(each, api_keys=(replica_key,)), devices=device, on_hopeless=ending.fail)
         for each, device in zip(settings.replica_settings(), devices, strict=True)
     ]
     router = Router(
         [*(replica.address for replica in local), *settings.remote],
         max_queue=settings.max_queue,
         request_timeout=settings.request_timeout,
-        api_key=settings.replica_api_key,
+        api_key=replica_key,
+        log_prompts=settings.log_prompts,
         on_terminate=ending.ask,
     )
     grpc_server = Server(router, settings.host, settings.grpc_port, settings.api_keys)

@@ -10,5 +10,5 @@ from serving_bench.stub import Speed, StubEngine
 
 if __name__ == "__main__":
     speed = Speed(float(sys.argv[1]), float(sys.argv[2]))
-    settings = ReplicaSettings.from_json(sys.stdin.buffer.raw.readline().decode())  # type: ignore[union-attr]
+    settings = ReplicaSettings.from_stdin()
     sys.exit(run(settings, load=lambda _: StubEngine(speed)))

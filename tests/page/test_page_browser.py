@@ -301,6 +301,28 @@ def test_a_server_that_is_gone_and_comes_back():
     run(main())
 
 
+def test_a_server_that_ends_the_events_now_and_then_is_not_lost():
+    async def main() -> None:
+        async with served([paced_engine()], app={"page_s": 1.0}) as server, opened(server.url) as page:
+            await is_live(page)
+            await page.evaluate(
+                """() => {
+                    window.states = [];
+                    const look = () => window.states.push(document.getElementById("status").textContent);
+                    const all = {subtree: true, childList: true, attributes: true};
+                    new MutationObserver(look).observe(document.body, all);
+                }"""
+            )
+            for _ in range(2):
+                await page.wait_for_event("request", lambda request: request.url.endswith("/events"))
+            await page.get_by_label("Prompt", exact=True).fill("Once")
+            await page.get_by_role("button", name="Send").click()
+            await expect(page.locator("#told")).to_contain_text("128 tokens")
+            assert set(await page.evaluate("window.states")) == {"Live"}
+
+    run(main())
+
+
 def test_a_server_that_drains():
     async def main() -> None:
         async with served([paced_engine()]) as server, opened(server.url) as page:
@@ -357,9 +379,13 @@ NAMELESS = """() => [...document.querySelectorAll(
         && !document.getElementById(e.getAttribute("aria-labelledby"))?.textContent.trim())
     .map((e) => e.outerHTML)"""
 
-SHIFTS = """() => new Promise((resolve) => new PerformanceObserver((list) => resolve(
-    list.getEntries().flatMap((entry) => entry.sources.map((source) => source.node?.parentElement?.outerHTML))
-    )).observe({type: "layout-shift", buffered: true}) ?? setTimeout(() => resolve([]), 500))"""
+SHIFTS = """() => new Promise((resolve) => {
+    const told = ({node, previousRect: from, currentRect: to}) =>
+        `${node?.nodeName} ${node?.id}: ${[from, to].map((at) => [at.x, at.y, at.width, at.height])}`;
+    const all = (list) => resolve(list.getEntries().flatMap((entry) => entry.sources.map(told)));
+    new PerformanceObserver(all).observe({type: "layout-shift", buffered: true});
+    setTimeout(() => resolve([]), 500);
+})"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -370,6 +396,8 @@ def test_the_pictures(name, width, height, scale, scheme):
     async def main() -> None:
         view = {"viewport": {"width": width, "height": height}, "device_scale_factor": scale, "color_scheme": scheme}
         async with served([paced_engine()]) as server, traffic(server), opened(server.url, **view) as page:
+            await is_live(page)
+            await page.reload()  # a new tab's first page may be laid out before the tab has its size
             await is_live(page)
             await page.get_by_label("Prompt", exact=True).fill("What does a step do?")
             await page.get_by_role("button", name="Send").click()

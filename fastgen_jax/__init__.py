@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from fastgen_jax.async_engine import AsyncEngine
     from fastgen_jax.engine import Engine
     from fastgen_jax.kernels import ragged_attention
-    from fastgen_jax.pipeline import pipeline
+    from fastgen_jax.pipelines import pipeline
     from fastgen_jax.serving import AsyncClient, Client, client, serve
     from fastgen_jax.types import EngineConfig, Response, SamplingParams
 
@@ -36,7 +36,7 @@ _HOME = {
     "Response": "types",
     "SamplingParams": "types",
     "client": "serving",
-    "pipeline": "pipeline",
+    "pipeline": "pipelines",
     "ragged_attention": "kernels",
     "serve": "serving",
 }

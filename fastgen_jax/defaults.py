@@ -1,12 +1,12 @@
 """What an engine chooses when it is told nothing: dtype, sizes, sampling, where compiled programs are kept."""
 
-import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
+
+from fastgen_jax.machine import cache_dir
 
 MAX_NUM_SEQS = 256
 
@@ -17,11 +17,6 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 def dtype() -> str:
     """The run dtype: bfloat16 on a GPU; float32 on a CPU, where it is as fast and gives the reference's tokens."""
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
-
-
-def cache_dir() -> Path:
-    """The user's cache folder for this package."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastgen_jax"
 
 
 def enable_compile_cache() -> None:

@@ -1,7 +1,13 @@
-"""What the machine calls itself. Standard library only."""
+"""What the machine calls itself, and where it keeps what can be made again. Standard library only."""
 
+import os
 import platform
 from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """The user's cache folder for this package."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastgen_jax"
 
 
 def cpu_model() -> str:

@@ -13,7 +13,7 @@ from tiny import tiny_engine
 
 import fastgen_jax
 from fastgen_jax import AsyncClient, Client
-from fastgen_jax.pipeline import Pipeline
+from fastgen_jax.pipelines import Pipeline
 from fastgen_jax.serving import clients, deployments
 from fastgen_jax.serving.clients import ServerError
 

@@ -6,7 +6,7 @@ import pytest
 from scripted import TOKENIZER, run, scripted_engine, tokens
 from tiny import tiny_engine
 
-from fastgen_jax import SamplingParams, defaults
+from fastgen_jax import SamplingParams, defaults, machine
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_an_engine_samples_by_its_default_params_only_where_a_request_brings_non
 
 def test_the_compile_cache_is_in_the_users_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert defaults.cache_dir() == Path("/somewhere/fastgen_jax")
+    assert machine.cache_dir() == Path("/somewhere/fastgen_jax")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert defaults.cache_dir() == Path.home() / ".cache" / "fastgen_jax"
+    assert machine.cache_dir() == Path.home() / ".cache" / "fastgen_jax"
 
 
 def test_what_is_asked_for_and_not_supported_is_warned_of():

@@ -8,7 +8,7 @@ from tiny import EOS, tiny_engine
 
 from fastgen_jax import SamplingParams
 from fastgen_jax import pipeline as pipeline_by_name
-from fastgen_jax.pipeline import Pipeline
+from fastgen_jax.pipelines import Pipeline
 
 ANSWERS = {"one": tokens("first"), "two": tokens("second"), "né": tokens("third")}
 

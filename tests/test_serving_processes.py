@@ -407,7 +407,8 @@ def test_a_replica_by_itself_and_a_router_that_knows_where_it_is_and_its_key(tmp
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A checkpoint of a tiny random Llama that `from_pretrained` loads."""
-    hf = pytest.importorskip("hf")
+    import hf  # brings torch, which no other test here needs
+
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     folder.mkdir()
     hf.save_random_model(HF_CONFIG | {"vocab_size": len(TOKENIZER)}, folder)

@@ -47,7 +47,6 @@ def make_app(
         version=fastgen_jax.__version__,
         description="OpenAI's completions and chat, and what is ours: docs/serving.md.",
     )
-    app.state.router = router
     locked = [Depends(key_check(api_keys))] if api_keys else []
     add_routes(app, router, locked)
     add_page(app, router, locked, page_s)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fastgen_jax.machine import cache_dir
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -25,8 +27,7 @@ class Deployment:
 
 def folder() -> Path:
     """Where the files are."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "fastgen_jax" / "deployments"
+    return cache_dir() / "deployments"
 
 
 def check_name(name: str) -> str:

@@ -92,11 +92,12 @@ def from_rpc(error: grpc.aio.AioRpcError) -> Refusal:
     return Refusal(
         error.code(),
         error.details() or error.code().name,
-        code=_text(metadata.get("fastgen-code")),
-        param=_text(metadata.get("fastgen-param")),
+        code=text_of(metadata.get("fastgen-code")),
+        param=text_of(metadata.get("fastgen-param")),
         retry_after=None if retry_after is None else float(retry_after),
     )
 
 
-def _text(value: str | bytes | None) -> str | None:
+def text_of(value: str | bytes | None) -> str | None:
+    """A value of gRPC's metadata as text."""
     return value.decode() if isinstance(value, bytes) else value

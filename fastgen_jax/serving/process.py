@@ -93,7 +93,9 @@ class _JsonLines(logging.Formatter):
             **self._name,
             "message": record.getMessage(),
         }
-        line |= {name: value for name, value in vars(record).items() if name not in _OWN_FIELDS}
+        # Names that begin with "_" are other libraries' own: Ray marks every record of its processes.
+        extra = {name: value for name, value in vars(record).items() if not name.startswith("_")}
+        line |= {name: value for name, value in extra.items() if name not in _OWN_FIELDS}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)

@@ -13,6 +13,7 @@ from fastgen_jax.serving import errors, fastgen_pb2_grpc
 from fastgen_jax.serving import fastgen_pb2 as pb
 from fastgen_jax.serving.balance import Load
 from fastgen_jax.serving.errors import Refusal
+from fastgen_jax.serving.replica import KEPT_STEPS
 from fastgen_jax.serving.service import CHANNEL_OPTIONS
 
 log = logging.getLogger("fastgen_jax.serving")
@@ -25,8 +26,6 @@ SILENCE_S = 1.0
 
 GIVEN_UP_S = 10.0
 """After so long without a word from a lost replica, all its requests end; those that told nothing end at once."""
-
-KEPT_STEPS = 512
 
 LOST = "lost"
 
@@ -139,10 +138,6 @@ class RemoteReplica:
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeReply:
         return await self._ask(self._stub.Detokenize, request)
-
-    async def terminate(self, *, now: bool) -> None:
-        with contextlib.suppress(Refusal):
-            await self._ask(self._stub.Terminate, pb.TerminateRequest(now=now))
 
     async def close(self) -> None:
         """Break off what runs there, and the connection."""

@@ -28,8 +28,8 @@ log = logging.getLogger("fastgen_jax.serving")
 STOP_REPLICA_S = 10.0
 """How long a local replica may take to end before it is killed; it has nothing to finish by then."""
 
-
 LAG_EVERY_S = 0.05
+"""Between two looks at how late the event loop is."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """The gRPC service of `fastgen.proto` over a `Backend`: a replica's engine, or a router that looks the same."""
 
-import asyncio
 import hmac
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -155,7 +154,7 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         metadata = dict(details.invocation_metadata or ())
         is_open = details.method.startswith("/grpc.health.")
-        if is_open or key_fits(errors._text(metadata.get("authorization")), self._keys):
+        if is_open or key_fits(errors.text_of(metadata.get("authorization")), self._keys):
             return await continuation(details)
         return _refuse_key
 
@@ -205,4 +204,3 @@ class Server:
         """Close the port, and break off what still runs."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(FINISHING_S)
-        await asyncio.sleep(0)

@@ -55,10 +55,6 @@ class LocalReplica:
     def address(self) -> str:
         return f"{self._settings.host}:{self._settings.port}"
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
     async def run(self) -> None:
         """Keep a process running; cancel to stop that, and then `stop`."""
         pause = FIRST_PAUSE_S

@@ -1,5 +1,6 @@
 """Every family gives Hugging Face's logits, however a prompt is cut and whatever shares its steps."""
 
+from collections.abc import Iterator
 from functools import cache
 
 import jax
@@ -107,6 +108,14 @@ Step = dict[int, int]
 SMALL_STEPS = st.dictionaries(st.integers(0, NUM_SEQUENCES - 1), st.integers(1, 4), min_size=1)
 LARGE_STEPS = st.dictionaries(st.integers(0, NUM_SEQUENCES - 1), st.integers(5, BUDGET), min_size=1, max_size=1)
 CHUNKINGS = st.lists(SMALL_STEPS | LARGE_STEPS, min_size=1, max_size=12)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drop_pairs() -> Iterator[None]:
+    """Let go of the engines when the module ends, and so of their programs."""
+    yield
+    for cached in (pair_of, hf_logits, dynamic_pair):
+        cached.cache_clear()
 
 
 @cache

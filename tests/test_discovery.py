@@ -114,7 +114,7 @@ def test_outstanding_tokens_fall_with_every_token():
 
 def channels(router: Router) -> set[str]:
     """Of how many replicas it holds a connection."""
-    return {replica.address for replica in vars(router)["_watches"]}
+    return {replica.address for replica in vars(router.fleet)["_watches"]}
 
 
 def test_a_router_has_the_replicas_that_it_is_told_to_have():
@@ -131,12 +131,12 @@ def test_a_router_has_the_replicas_that_it_is_told_to_have():
             with pytest.raises(Exception, match="no replica has been reached yet: there are none"):
                 await anext(router.generate(ask, stream=False))
 
-            router.set_addresses([first.address])
+            router.fleet.set_addresses([first.address])
             await until(lambda: router.is_ready)
             running = Asking(router, ask, stream=True)
             await until(lambda: running.events)
 
-            router.set_addresses([second.address])
+            router.fleet.set_addresses([second.address])
             assert not router.is_ready
             await until(lambda: router.is_ready)
             assert [stats.address for stats in router.stats(0)] == [second.address]
@@ -149,10 +149,10 @@ def test_a_router_has_the_replicas_that_it_is_told_to_have():
             gate.open()
             await running.task
             assert (running.error, text_of(running.events)) == (None, "x" * 20)
-            router.set_addresses([second.address])
+            router.fleet.set_addresses([second.address])
             assert channels(router) == {second.address}
 
-            router.set_addresses([first.address, second.address])
+            router.fleet.set_addresses([first.address, second.address])
             await until(lambda: [stats.state for stats in router.stats(0)] == ["ready", "ready"])
             both = [Asking(router, ask, stream=True) for _ in range(2)]
             await asyncio.gather(*(each.task for each in both))
@@ -167,13 +167,13 @@ def test_a_replica_that_stays_keeps_its_connection_and_its_load():
 
     async def main() -> None:
         async with served([scripted_engine(gate)]) as s:
-            [replica] = s.router.replicas
+            [replica] = s.router.fleet.replicas
             asking = Asking(s.router, request(max_tokens=5), stream=True)
             await until(lambda: asking.events)
-            s.router.set_addresses([replica.address, "127.0.0.1:9"])
-            assert s.router.replicas[0] is replica and len(replica.load) == 1
-            s.router.set_addresses([replica.address])
-            assert s.router.replicas == [replica]
+            s.router.fleet.set_addresses([replica.address, "127.0.0.1:9"])
+            assert s.router.fleet.replicas[0] is replica and len(replica.load) == 1
+            s.router.fleet.set_addresses([replica.address])
+            assert s.router.fleet.replicas == [replica]
             gate.open()
             await asking.task
             assert text_of(asking.events) == "xxxxx"
@@ -186,7 +186,7 @@ def test_a_replica_that_was_left_out_can_still_be_told_to_abort():
         async with served([scripted_engine(saying("x"))]) as s:
             asking = Asking(s.router, request(request_id="one", max_tokens=None), stream=True)
             await until(lambda: asking.has_seen_answer)
-            s.router.set_addresses([])
+            s.router.fleet.set_addresses([])
             assert await s.router.abort("one") or asking.task.done()
             await asking.task
             assert asking.error is None

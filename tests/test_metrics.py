@@ -182,7 +182,7 @@ def test_replicas():
         ],
     )
     counted = Metrics()
-    counted.watch([busy, pb.ReplicaStats(model="m", address="h:2", state="starting")])
+    counted.watch(lambda: [busy, pb.ReplicaStats(model="m", address="h:2", state="starting")])
     found = samples(counted)
     expected = {
         "replica_up": (1, 0),
@@ -210,7 +210,7 @@ def test_replicas():
 def test_replicas_are_asked_anew_each_time():
     replica = FakeReplica("a")
     counted = Metrics()
-    counted.watch([replica.stats])
+    counted.watch(lambda: [replica.stats])
     for state, is_up in [("ready", 1), ("lost", 0), ("ready", 1)]:
         replica.stats.state = state
         assert samples(counted)["replica_up", ("model_name", "tiny"), ("replica", "a")] == is_up

@@ -122,7 +122,7 @@ def test_a_snapshot_is_every_figure_of_an_engine_and_its_steps():
         async with served([scripted_engine(ANSWERS)]) as server, http(server.url) as client:
             assert await complete(client, "hello") == "one two three"
             assert await complete(client, "bye") == "four"
-            await server.router.replicas[0].look()
+            await server.router.fleet.replicas[0].look()
             return await first(client)
 
     snapshot = run(main())
@@ -148,7 +148,7 @@ def test_each_snapshot_has_the_steps_since_the_one_before():
     async def main() -> list[list[int]]:
         async with served([scripted_engine(ANSWERS)]) as server, http(server.url) as client:
             await complete(client, "hello")
-            await server.router.replicas[0].look()
+            await server.router.fleet.replicas[0].look()
             told: list[list[int]] = []
             async for snapshot in snapshots(client):
                 [replica] = snapshot["replicas"]
@@ -169,7 +169,7 @@ def test_two_pages_are_told_everything_each():
     async def main() -> tuple[dict, dict]:
         async with served([scripted_engine(ANSWERS)]) as server, http(server.url) as client:
             await complete(client, "hello")
-            await server.router.replicas[0].look()
+            await server.router.fleet.replicas[0].look()
             return await first(client), await first(client)
 
     one, other = run(main())
@@ -243,7 +243,8 @@ def replica(address: str = "a:1", state: str = "ready", steps: Sequence[int] = (
 
 
 def router(*replicas: Any) -> Any:
-    return SimpleNamespace(replicas=list(replicas), metrics=Metrics(), models=["tiny"], is_draining=False)
+    fleet = SimpleNamespace(replicas=list(replicas), models=["tiny"])
+    return SimpleNamespace(fleet=fleet, metrics=Metrics(), is_draining=False)
 
 
 def numbers(snapshot: dict) -> list[int]:
@@ -259,9 +260,9 @@ def test_a_replica_that_was_restarted_numbers_its_steps_anew():
     server = router(replica(steps=[8, 9]))
     page = Snapshots(server)
     assert numbers(page.next()) == [8, 9]
-    server.replicas[0] = replica(steps=[1, 2], started=2.0)
+    server.fleet.replicas[0] = replica(steps=[1, 2], started=2.0)
     assert numbers(page.next()) == [1, 2]
-    server.replicas[0].steps.append(step(3))
+    server.fleet.replicas[0].steps.append(step(3))
     assert numbers(page.next()) == [3]
     assert numbers(page.next()) == []
 
@@ -270,9 +271,9 @@ def test_a_replica_that_lost_its_steps_for_a_while_does_not_tell_them_again():
     server = router(replica(steps=[8, 9]))
     page = Snapshots(server)
     page.next()
-    server.replicas[0].steps.clear()
+    server.fleet.replicas[0].steps.clear()
     assert numbers(page.next()) == []
-    server.replicas[0].steps.extend([step(9), step(10)])
+    server.fleet.replicas[0].steps.extend([step(9), step(10)])
     assert numbers(page.next()) == [10]
 
 

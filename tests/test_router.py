@@ -54,7 +54,7 @@ async def settle() -> None:
 
 def router_over(*replicas: FakeReplica, **options) -> Router:
     router = Router([], **options)
-    router.replicas = list(replicas)
+    router.fleet.replicas = list(replicas)
     return router
 
 
@@ -65,7 +65,7 @@ def waiting(router: Router) -> int:
 def assert_nothing_left(router: Router) -> None:
     assert waiting(router) == 0
     assert not vars(router)["_live"]
-    assert [(len(r.load), r.load.outstanding) for r in router.replicas] == [(0, 0)] * len(router.replicas)
+    assert [(len(r.load), r.load.outstanding) for r in router.fleet.replicas] == [(0, 0)] * len(router.fleet.replicas)
 
 
 def code_of(error: grpc.aio.AioRpcError) -> str | None:
@@ -78,13 +78,13 @@ async def kill(server: Server) -> None:
 
 
 def stop_watching(router: Router) -> None:
-    for watch in vars(router)["_watches"].values():
+    for watch in vars(router.fleet)["_watches"].values():
         watch.cancel()
 
 
 def index_of_busy(router: Router) -> int:
     """Which replica has a request."""
-    (index,) = [i for i, replica in enumerate(router.replicas) if len(replica.load)]
+    (index,) = [i for i, replica in enumerate(router.fleet.replicas) if len(replica.load)]
     return index
 
 
@@ -234,6 +234,19 @@ def test_a_router_that_has_reached_no_replica_says_so():
     assert not is_ready
 
 
+@pytest.mark.parametrize("asked", [request(model="other"), request(replica_class="batch")], ids=["model", "class"])
+def test_what_a_replica_may_serve_that_has_not_been_reached_is_unavailable_and_not_wrong(asked):
+    async def main():
+        known, unknown = FakeReplica("a", replica_class="interactive"), FakeReplica("b", model="")
+        asking = Asking(router_over(known, unknown), asked, stream=False)
+        await asking.task
+        return asking.error
+
+    error = run(main())
+    assert (error.status, error.code, error.retry_after) == (UNAVAILABLE, "starting", 5)
+    assert error.message.endswith("and b has not been reached yet")
+
+
 def test_it_is_ready_when_every_model_has_a_ready_replica():
     a, b, c = FakeReplica("a", model="one"), FakeReplica("b", model="one"), FakeReplica("c", model="two")
     router = router_over(a, b, c)
@@ -253,7 +266,7 @@ def test_a_request_that_has_told_nothing_is_run_elsewhere_though_nobody_knew_tha
             stop_watching(s.router)
             await kill(s.servers[0])
             events = await stub.stream(request(echo=True))
-            assert s.router.replicas[0].state == "lost"
+            assert s.router.fleet.replicas[0].state == "lost"
             assert_nothing_left(s.router)
             return events
 
@@ -320,7 +333,7 @@ def test_an_engine_that_breaks_is_a_replica_that_is_lost():
             broken = index_of_busy(s.router)
             vars(engines[broken])["_runner"].broken["fetch"] = OSError("the device is gone")
             text = (await call).responses[0].text
-            await until(lambda: s.router.replicas[broken].state == "draining")
+            await until(lambda: s.router.fleet.replicas[broken].state == "draining")
             return text
 
     assert run(main()) == LONG
@@ -344,7 +357,7 @@ def test_when_all_are_lost_the_request_is_refused_and_says_when_to_come_back():
 def test_a_lost_replica_is_out_without_traffic_and_back_when_it_answers_again():
     async def main():
         async with served([engine()]) as s, Stub(s.grpc) as stub:
-            replica = s.router.replicas[0]
+            replica = s.router.fleet.replicas[0]
             await kill(s.servers[0])
             await until(lambda: replica.state == "lost", 2)
             assert not s.router.is_ready
@@ -364,7 +377,7 @@ def test_another_process_at_the_same_address_has_an_empty_cache_and_its_own_step
     async def main():
         engines = [scripted_engine(tokens("a")) for _ in range(2)]
         async with served(engines[:1]) as s, replica_server(engines[1]) as (successor, _), Stub(s.grpc) as stub:
-            replica = s.router.replicas[0]
+            replica = s.router.fleet.replicas[0]
             await stub.generate(request(long_prompt, max_tokens=1))
             await until(lambda: len(replica.steps) > 3)
             cached = [replica.load.cached_tokens(prompt_chunks(long_prompt))]
@@ -902,17 +915,6 @@ def test_the_log_has_the_prompt_if_that_is_asked_for(caplog):
         run(main())
     (said,) = [vars(record) for record in caplog.records if record.message == "prompt"]
     assert (said["request_id"], said["prompt"]) == ("mine", "hello")
-
-
-def test_the_log_has_the_prompt_where_asked(caplog):
-    async def main():
-        async with served([engine()], log_prompts=True) as s, Stub(s.grpc) as stub:
-            await stub.generate(request(request_id="mine"))
-
-    with caplog.at_level(logging.INFO, logger="fastgen_jax.serving"):
-        run(main())
-    said = [(record.request_id, record.prompt) for record in caplog.records if record.message == "prompt"]
-    assert said == [("mine", "hello")]
 
 
 def test_a_request_is_tried_once_on_each_replica():

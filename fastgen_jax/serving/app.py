@@ -74,16 +74,12 @@ def add_routes(app: FastAPI, router: Router, locked: list[Any]) -> None:
     @app.get("/v1/models", dependencies=locked)
     async def models() -> dict[str, Any]:
         """The models that are served."""
-        return {"object": "list", "data": [_model(router, name) for name in router.models]}
+        return {"object": "list", "data": [_model(router, name) for name in router.fleet.models]}
 
     @app.get("/v1/models/{name:path}", dependencies=locked, responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
         """One of them."""
-        if name not in router.models:
-            choices = ", ".join(router.models)
-            message = f"model={name!r:.80} is not served here; the models are {choices}"
-            raise Refusal(grpc.StatusCode.NOT_FOUND, message, param="model", code="model_not_found")
-        return _model(router, name)
+        return _model(router, router.fleet.find_model(name))
 
     @app.post("/tokenize", dependencies=locked, responses=_ERRORS)
     async def tokenize(body: bodies.TokenizeRequest) -> dict[str, Any]:
@@ -99,7 +95,7 @@ def add_routes(app: FastAPI, router: Router, locked: list[Any]) -> None:
     @app.get("/health", responses={503: {"description": "no replica takes requests"}})
     async def health() -> Response:
         """200 once every model has a replica that is warmed up."""
-        replicas = {replica.address: replica.state for replica in router.replicas}
+        replicas = {replica.address: replica.state for replica in router.fleet.replicas}
         status = "ready" if router.is_ready else "not ready"
         return JSONResponse({"status": status, "replicas": replicas}, 200 if router.is_ready else 503)
 
@@ -123,7 +119,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {status: {"description": about} for s
 
 
 def _model(router: Router, name: str) -> dict[str, Any]:
-    replicas = [replica.stats for replica in router.replicas if replica.stats.model == name]
+    replicas = [replica.stats for replica in router.fleet.replicas if replica.stats.model == name]
     return {
         "id": name,
         "object": "model",
@@ -153,7 +149,7 @@ async def _answer(
     """The whole answer, or the beginning of a stream. What cannot run is refused before anything is sent."""
     if len(asked) > router.max_queue:
         raise invalid(f"{len(asked)} prompts are more than may wait at once, {router.max_queue}", param="prompt")
-    model, usage = asked[0].model or (router.models[0] if router.models else ""), Usage()
+    model, usage = asked[0].model or (router.fleet.models[0] if router.fleet.models else ""), Usage()
     to_json = answers(request.state.request_id, model, body.n or 1)
     for number, one in enumerate(asked):
         one.request_id = f"{request.state.request_id}.{number}.{uuid.uuid4().hex[:8]}"

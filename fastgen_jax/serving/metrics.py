@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -49,8 +49,8 @@ class Metrics:
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"fastgen:{name}", about, ("model_name", *labels), registry=self.registry)
 
-    def watch(self, replicas: Iterable[pb.ReplicaStats]) -> None:
-        """Report what `replicas`, iterated anew each time, say of themselves."""
+    def watch(self, replicas: Callable[[], Iterable[pb.ReplicaStats]]) -> None:
+        """Report what replicas, asked for anew each time, say of themselves."""
         self.registry.register(_Replicas(replicas))  # type: ignore[arg-type]
 
     def text(self) -> bytes:
@@ -176,12 +176,12 @@ _COUNTERS = {
 class _Replicas:
     """Turns what replicas say into metrics when they are asked for."""
 
-    def __init__(self, replicas: Iterable[pb.ReplicaStats]) -> None:
+    def __init__(self, replicas: Callable[[], Iterable[pb.ReplicaStats]]) -> None:
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
         labels = ("model_name", "replica")
-        known = [(stats, (stats.model, stats.address)) for stats in self._replicas]
+        known = [(stats, (stats.model, stats.address)) for stats in self._replicas()]
         up = GaugeMetricFamily("fastgen:replica_up", "1 if the replica takes requests", labels=labels)
         use = GaugeMetricFamily("fastgen:kv_cache_usage_perc", "share of the KV blocks in use, 0 to 1", labels=labels)
         fill = GaugeMetricFamily("fastgen:batch_fill", "real tokens of all steps over their buckets'", labels=labels)

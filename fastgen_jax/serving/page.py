@@ -88,14 +88,14 @@ class Snapshots:
 
     def next(self) -> Json:
         """For the page, as JSON has it. The first has every step that is kept; totals leave lost replicas out."""
-        up = [replica.stats for replica in self._router.replicas if replica.state != "lost"]
+        up = [replica.stats for replica in self._router.fleet.replicas if replica.state != "lost"]
         return {
             "time": time.time(),
             "draining": self._router.is_draining,
-            "models": self._router.models,
+            "models": self._router.fleet.models,
             "running": sum(stats.running for stats in up),
             "waiting": sum(stats.waiting for stats in up),
-            "replicas": [self._replica(replica) for replica in self._router.replicas],
+            "replicas": [self._replica(replica) for replica in self._router.fleet.replicas],
             "ttft": histogram(self._router.metrics.ttft, TTFT_BUCKETS),
             "gaps": histogram(self._router.metrics.gap, GAP_BUCKETS),
         }

@@ -204,7 +204,7 @@ class Front:
             with contextlib.suppress(*_FOR_NOW):
                 # None at all: the registry has just been started again, and will hear of them within a second.
                 if addresses := await registry.addresses.remote():
-                    self._router.set_addresses(addresses)
+                    self._router.fleet.set_addresses(addresses)
             await asyncio.sleep(BEAT_S / 2)
 
     async def __del__(self) -> None:

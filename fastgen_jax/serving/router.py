@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +14,13 @@ import grpc
 
 from fastgen_jax.serving import fastgen_pb2 as pb
 from fastgen_jax.serving import wire
-from fastgen_jax.serving.balance import Balancer, Ticket, estimated_tokens, prompt_chunks
+from fastgen_jax.serving.balance import Ticket, estimated_tokens, prompt_chunks
 from fastgen_jax.serving.errors import Refusal, invalid, unavailable
+from fastgen_jax.serving.fleet import Fleet
 from fastgen_jax.serving.metrics import Metrics, Observed
 from fastgen_jax.serving.remote import RemoteReplica
 
 log = logging.getLogger("fastgen_jax.serving")
-
-DEFAULT_CLASS = "interactive"
-"""What a request is of that names no class. A replica of no class serves every one."""
 
 MAX_QUEUE = 256
 REQUEST_TIMEOUT_S = 600.0
@@ -62,7 +60,7 @@ class Router:
     """A `Backend` in front of replicas.
 
     max_queue: requests of a model that may wait for their first token; the next is refused (RESOURCE_EXHAUSTED).
-    request_timeout: seconds for a request that names no deadline of its own.
+    request_timeout: seconds that a request may take; one with a deadline of its own, no longer than that either.
     api_key: what the replicas want to see.
     log_prompts: put the text of every request into the log.
     on_terminate: called with `now` when a client wants everything to end.
@@ -75,62 +73,35 @@ class Router:
         max_queue: int = MAX_QUEUE,
         request_timeout: float = REQUEST_TIMEOUT_S,
         api_key: str | None = None,
-        metrics: Metrics | None = None,
         log_prompts: bool = False,
         on_terminate: Callable[[bool], None] = lambda now: None,
     ) -> None:
-        self._api_key = api_key
-        self.replicas = [RemoteReplica(address, api_key) for address in addresses]
-        self.metrics = metrics or Metrics()
-        self.metrics.watch(_Live(lambda: self.stats(after_step=1 << 62)))
+        self.fleet = Fleet(addresses, api_key)
+        self.metrics = Metrics()
+        self.metrics.watch(lambda: self.stats(after_step=1 << 62))
         self.max_queue = max_queue
         self._request_timeout = request_timeout
         self._log_prompts = log_prompts
         self._on_terminate = on_terminate
-        self._balancer = Balancer()
         self._waiting = Counter[str]()
         self._live: dict[str, _Asked] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = self._closed = False
-        self._closing: set[asyncio.Task[None]] = set()
-        self._watches: dict[RemoteReplica, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Look at every replica once, and keep looking."""
-        await asyncio.gather(*(replica.look() for replica in self.replicas))
-        self._watches = {replica: asyncio.create_task(replica.watch()) for replica in self.replicas}
-
-    def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Have these replicas from now on. One that is left out gets no new request, and finishes what it has."""
-        known = {replica.address: replica for replica in (*self._watches, *self.replicas)}
-        self.replicas = [known.get(address) or RemoteReplica(address, self._api_key) for address in addresses]
-        for replica in self.replicas:
-            if replica not in self._watches:
-                self._watches[replica] = asyncio.create_task(replica.watch())
-        for replica in [replica for replica in self._watches if replica not in self.replicas and not len(replica.load)]:
-            self._watches.pop(replica).cancel()
-            self._closing.add(task := asyncio.create_task(replica.close()))
-            task.add_done_callback(self._closing.discard)
+        await self.fleet.start()
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model that is known has a replica that takes requests."""
-        return (
-            not self._draining
-            and bool(self.models)
-            and all(any(r.state == "ready" for r in self.replicas if r.stats.model == model) for model in self.models)
-        )
+        """Whether it takes requests, and every model that is known has a replica that does."""
+        return not self._draining and self.fleet.is_ready
 
     @property
     def is_draining(self) -> bool:
         """Whether it finishes what runs and takes nothing new."""
         return self._draining
-
-    @property
-    def models(self) -> list[str]:
-        """Names of the models, in the order of the replicas, those of lost ones included."""
-        return list(dict.fromkeys(replica.stats.model for replica in self.replicas if replica.stats.model))
 
     async def generate(
         self, request: pb.GenerateRequest, *, stream: bool, timeout: float | None = None
@@ -189,7 +160,8 @@ class Router:
         """
         tried: list[RemoteReplica] = []
         while True:
-            asked.replica = self._choose(asked.message, asked.chunks, tried)
+            message = asked.message
+            asked.replica = self.fleet.choose(message.model, message.replica_class, asked.chunks, tried)
             tried.append(asked.replica)
             held: list[pb.GenerateEvent] = []
             try:
@@ -258,49 +230,11 @@ class Router:
             asked.has_begun = True
             self._waiting[asked.message.model] -= 1
 
-    def _choose(
-        self, request: pb.GenerateRequest, chunks: Sequence[int], tried: Sequence[RemoteReplica]
-    ) -> RemoteReplica:
-        wanted = request.replica_class or DEFAULT_CLASS
-        ours = [replica for replica in self.replicas if request.model in ("", replica.stats.model)]
-        fit = [replica for replica in ours if replica.stats.replica_class in ("", wanted)]
-        if not fit:
-            classes = sorted({replica.stats.replica_class for replica in ours})
-            raise invalid(
-                f"replica_class={wanted!r:.80} is not served; the classes are {', '.join(classes)}",
-                param="replica_class",
-            )
-        loads = {replica: replica.load for replica in fit if replica.state == "ready" and replica not in tried}
-        if not loads:
-            raise unavailable(
-                f"no replica of {request.model or 'the model'} is ready: {_states(fit)}",
-                code="no_replica",
-                retry_after=5,
-            )
-        return self._balancer.choose(loads, chunks)
-
     def _model(self, name: str) -> str:
         """The model's name; what may be left out where there is one model."""
         if self._draining:
             raise _shutting_down()
-        models = self.models
-        if name in models:
-            return name
-        if not models:
-            raise unavailable(
-                f"no replica has been reached yet: {_states(self.replicas)}", code="starting", retry_after=5
-            )
-        if not name and len(models) == 1:
-            return models[0]
-        choices = ", ".join(models)
-        if not name:
-            raise invalid(f"the request names no model; the models are {choices}", param="model")
-        raise Refusal(
-            grpc.StatusCode.NOT_FOUND,
-            f"model={name!r:.80} is not served here; the models are {choices}",
-            param="model",
-            code="model_not_found",
-        )
+        return self.fleet.find_model(name)
 
     def _check_queue(self, model: str) -> None:
         waiting = self._waiting[model]
@@ -318,26 +252,13 @@ class Router:
         return asked is not None and asked.replica is not None and await asked.replica.abort(request_id)
 
     def stats(self, after_step: int) -> list[pb.ReplicaStats]:
-        return [self._stats_of(replica, after_step) for replica in self.replicas]
-
-    def _stats_of(self, replica: RemoteReplica, after_step: int) -> pb.ReplicaStats:
-        stats = pb.ReplicaStats()
-        stats.CopyFrom(replica.stats)
-        stats.outstanding_tokens = replica.load.outstanding
-        stats.recent_steps.extend(step for step in replica.steps if step.number > after_step)
-        return stats
+        return self.fleet.stats(after_step)
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeReply:
-        return await self._any_of(self._model(request.model)).tokenize(request)
+        return await self.fleet.idlest(self._model(request.model)).tokenize(request)
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeReply:
-        return await self._any_of(self._model(request.model)).detokenize(request)
-
-    def _any_of(self, model: str) -> RemoteReplica:
-        ours = [replica for replica in self.replicas if replica.stats.model == model]
-        if ready := [replica for replica in ours if replica.state == "ready"]:
-            return min(ready, key=lambda replica: replica.load.outstanding)
-        raise unavailable(f"no replica of {model} is ready: {_states(ours)}", code="no_replica", retry_after=5)
+        return await self.fleet.idlest(self._model(request.model)).detokenize(request)
 
     def terminate(self, *, now: bool) -> None:
         self._on_terminate(now)
@@ -350,24 +271,11 @@ class Router:
     async def close(self) -> None:
         """End what still runs, and let go of the replicas, which go on."""
         self._draining = self._closed = True
-        for watch in self._watches.values():
-            watch.cancel()
-        await asyncio.gather(*self._watches.values(), return_exceptions=True)
-        await asyncio.gather(*(replica.close() for replica in {*self._watches, *self.replicas}), *self._closing)
+        await self.fleet.close()
 
 
 def _shutting_down() -> Refusal:
     return unavailable("the server is shutting down", code="draining", retry_after=10)
-
-
-class _Live:
-    """What `make` makes, each time it is iterated."""
-
-    def __init__(self, make: Callable[[], list[pb.ReplicaStats]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[pb.ReplicaStats]:
-        return iter(self._make())
 
 
 def _copy(request: pb.GenerateRequest, name: str, model: str) -> pb.GenerateRequest:
@@ -382,7 +290,3 @@ def _flat(prompt: wire.Prompt) -> str | Sequence[int]:
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return prompt  # type: ignore[return-value]
     return "\n".join(f"{message['role']}\n{message['content']}" for message in prompt)  # type: ignore[index]
-
-
-def _states(replicas: Sequence[RemoteReplica]) -> str:
-    return ", ".join(f"{replica.address} is {replica.state}" for replica in replicas) or "there are none"

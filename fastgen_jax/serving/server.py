@@ -201,7 +201,7 @@ async def _tell_health(router: Router, server: Server) -> None:
         if router.is_ready is not was_ready:
             was_ready = router.is_ready
             await server.set_ready(was_ready)
-            log.info("ready: %s", ", ".join(router.models) if was_ready else "no")
+            log.info("ready: %s", ", ".join(router.fleet.models) if was_ready else "no")
         await asyncio.sleep(0.1)
 
 

@@ -293,7 +293,7 @@ def test_a_server_that_is_gone_and_comes_back():
                 await expect(page.locator("#told")).to_have_text("The connection was lost before the end.")
                 await cable.plug()
                 await is_live(page)
-                last = server.router.replicas[0].steps[-1].number
+                last = server.router.fleet.replicas[0].steps[-1].number
                 await expect(page.locator("#steps-chart")).to_have_attribute("data-last-step", str(last))
                 numbers = await page.evaluate("[...replicas.values()][0].steps.map((step) => step.number)")
                 assert numbers == list(range(1, last + 1))
@@ -355,7 +355,7 @@ def test_the_step_under_the_pointer_is_told_and_bars_can_fill_the_chart():
             await page.get_by_label("Prompt", exact=True).fill("Once")
             await page.get_by_role("button", name="Send").click()
             await expect(page.locator("#told")).to_contain_text("128 tokens")
-            last = server.router.replicas[0].steps[-1].number
+            last = server.router.fleet.replicas[0].steps[-1].number
             await expect(page.locator("#which-step")).to_contain_text(f"step {last} took")
             chart, bars = page.locator("#steps-chart"), await pixels(page, "decode")
             width = await chart.evaluate("(canvas) => canvas.clientWidth")

@@ -87,6 +87,17 @@ def test_one_request(clock):
     assert ("request_aborted_total", *ONE.items()) not in found
 
 
+def test_gaps_of_milliseconds_are_told_apart(clock):
+    counted = Metrics()
+    request = counted.request("m", "r")
+    for moment in (0.0, 0.0009, 0.003):
+        clock.now = 100 + moment
+        request.event(delta(1))
+    found = samples(counted)
+    at_most = [of(found, "inter_token_latency_seconds_bucket", le=le) for le in ("0.001", "0.0025", "0.005")]
+    assert at_most == [1, 2, 2]
+
+
 def test_tokens_are_counted_as_they_come_and_each_sample_has_its_own_gaps(clock):
     counted = Metrics()
     request = counted.request("m", "r")

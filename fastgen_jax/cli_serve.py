@@ -1,7 +1,6 @@
 """`fastgen serve`: replicas of a model, a router over them, gRPC and OpenAI's API over that."""
 
 import argparse
-import secrets
 from typing import TYPE_CHECKING, Any
 
 from fastgen_jax.cli_flags import HelpFormatter, add_engine_flags, add_model_argument, given
@@ -93,7 +92,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve what `args` ask for; the exit status."""
-    engine = {"seed": secrets.randbelow(2**31)} | given(args, EngineConfig)
+    engine = given(args, EngineConfig)
     EngineConfig(**engine)
     try:
         from fastgen_jax.serving import server

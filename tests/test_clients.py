@@ -1,5 +1,8 @@
 """`Client` and `AsyncClient`: MII's names, a pipeline's answers, and errors that say whose fault it is."""
 
+import contextlib
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -14,7 +17,7 @@ from tiny import tiny_engine
 import fastgen_jax
 from fastgen_jax import AsyncClient, Client
 from fastgen_jax.pipelines import Pipeline
-from fastgen_jax.serving import clients, deployments
+from fastgen_jax.serving import clients, deployments, launch
 from fastgen_jax.serving.clients import ServerError
 
 ANSWERS = {
@@ -396,3 +399,22 @@ def test_terminate_server(kind, now):
     with serving([scripted_engine(ANSWERS)], on_terminate=told.append) as s:
         kind(s.grpc).terminate_server(now=now)
     assert told == [now]
+
+
+def test_serve_waits_for_its_own_server_and_not_for_another_that_took_the_name_meanwhile(cache, monkeypatch):
+    with serving([scripted_engine(ANSWERS)]) as s, contextlib.ExitStack() as stack:
+
+        def start(settings, log):
+            stack.enter_context(deployments.recorded(settings.deployment, "", s.grpc))
+            return stack.enter_context(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+
+        monkeypatch.setattr(launch, "_start", start)
+        with pytest.raises(TimeoutError, match=r"the server was not ready after 0\.5 s"):
+            launch.serve("tiny", name="mine", timeout=0.5)
+
+
+@BOTH
+def test_a_client_may_wait_without_end(kind):
+    with serving([scripted_engine(ANSWERS)]) as s:
+        assert kind(s.grpc).generate("hello", timeout=float("inf"))[0].text == "one né👍 two"
+        assert "".join(kind(s.grpc).stream("hello", timeout=float("inf"))) == "one né👍 two"

@@ -585,6 +585,14 @@ def test_no_client_can_have_more_time_than_the_server_gives():
     assert run(main()) == pytest.approx([5.0, 5.0, 2.0, 0.0], abs=0.1)
 
 
+def test_time_without_end_is_no_time_that_is_up():
+    async def main():
+        async with served([engine()], request_timeout=float("inf")) as s, Stub(s.grpc) as stub:
+            return (await stub.generate(request())).responses[0].text
+
+    assert run(main()) == "one né👍 two"
+
+
 # Ending
 
 

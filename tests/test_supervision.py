@@ -11,14 +11,16 @@ import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from doubles import until
 from serving import run
 
+import fastgen_jax
 from fastgen_jax.serving import deployments, supervisor
 from fastgen_jax.serving.process import Ending, start_logging
-from fastgen_jax.serving.replica_process import CANNOT_LOAD, FAILED, USAGE_ERROR, ReplicaSettings
+from fastgen_jax.serving.replica_process import CANNOT_LOAD, FAILED, USAGE_ERROR, ReplicaSettings, load_engine
 from fastgen_jax.serving.server import ServerSettings
 from fastgen_jax.serving.supervisor import LocalReplica, free_port, gpus, share_gpus
 
@@ -364,12 +366,30 @@ def test_settings_survive_the_way_to_another_process():
         ({"max_request_bytes": -5}, "max_request_bytes=-5 must be above 0"),
         ({"remote": ("gpu1",)}, "replica 'gpu1' is no address; give host:port"),
         ({"remote": (":5",)}, "replica ':5' is no address"),
+        ({"remote": ("h:1", "i:1", "h:1")}, "a replica is named twice: h:1, i:1, h:1"),
         ({"api_keys": ("a", "")}, "an API key is empty"),
+        ({"api_keys": ("a\n",)}, "an API key has a character that is not ASCII, or a space or newline at an end"),
+        ({"api_keys": ("ключ",)}, "an API key has a character"),
+        ({"replica_api_key": " a"}, "an API key has a character"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields, error):
     with pytest.raises(ValueError, match=error):
         ServerSettings(**{"model": "m", **fields})
+
+
+@pytest.mark.parametrize("key", ["", "a\n", "ключ"])
+def test_a_replica_refuses_a_key_that_cannot_be_brought(key):
+    with pytest.raises(ValueError, match="an API key "):
+        ReplicaSettings("m", api_keys=(key,))
+
+
+def test_every_replica_draws_its_own_random_numbers_unless_they_are_given_a_seed(monkeypatch):
+    engine = SimpleNamespace(from_pretrained=lambda name, **fields: fields["seed"])
+    monkeypatch.setitem(vars(fastgen_jax), "Engine", engine)
+    drawn = [load_engine(settings) for settings in ServerSettings("m", replicas=4).replica_settings()]
+    assert len(set(drawn)) == 4
+    assert load_engine(ReplicaSettings("m", engine={"seed": 3})) == 3
 
 
 # Logs

@@ -11,7 +11,7 @@ import grpc
 from fastgen_jax import mii
 from fastgen_jax.serving import deployments, fastgen_pb2_grpc, wire
 from fastgen_jax.serving import fastgen_pb2 as pb
-from fastgen_jax.serving.service import CHANNEL_OPTIONS
+from fastgen_jax.serving.service import CHANNEL_OPTIONS, seconds_of
 from fastgen_jax.types import Response
 
 Prompt = str | Seq[int]
@@ -97,7 +97,7 @@ class Client(_Common):
                 if len(calls) == IN_FLIGHT:
                     responses += _take(calls)
                 left = None if end is None else end - time.monotonic()
-                calls.append(self._stub.Generate.future(request, timeout=left, metadata=self._metadata))
+                calls.append(self._stub.Generate.future(request, timeout=seconds_of(left), metadata=self._metadata))
             while calls:
                 responses += _take(calls)
         finally:
@@ -117,7 +117,7 @@ class Client(_Common):
         """Pieces of the text as they come. Leaving the loop early aborts the request."""
         _check_one_sample(fields)
         request = self._request(prompt, self._fields(prompt, fields), priority)
-        call = self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
+        call = self._stub.GenerateStream(request, timeout=seconds_of(timeout), metadata=self._metadata)
         try:
             for event in call:
                 if event.accepted.echo:
@@ -156,7 +156,7 @@ class Client(_Common):
 
     def _ask(self, method: Any, request: Any, timeout: float | None = None) -> Any:
         try:
-            return method(request, timeout=timeout, metadata=self._metadata)
+            return method(request, timeout=seconds_of(timeout), metadata=self._metadata)
         except grpc.RpcError as error:
             raise _error(error) from None
 
@@ -189,7 +189,7 @@ class AsyncClient(_Common):
         """Pieces of the text as they come. Leaving the loop early aborts the request."""
         _check_one_sample(fields)
         request = self._request(prompt, await self._fields(prompt, fields), priority)
-        call = self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
+        call = self._stub.GenerateStream(request, timeout=seconds_of(timeout), metadata=self._metadata)
         try:
             async for event in call:
                 if event.accepted.echo:
@@ -232,7 +232,7 @@ class AsyncClient(_Common):
 
     async def _ask(self, method: Any, request: Any, timeout: float | None = None) -> Any:
         try:
-            return await method(request, timeout=timeout, metadata=self._metadata)
+            return await method(request, timeout=seconds_of(timeout), metadata=self._metadata)
         except grpc.RpcError as error:
             raise _error(error) from None
 

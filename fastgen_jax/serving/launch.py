@@ -101,7 +101,8 @@ def _when_ready(
             raise ValueError(f"the server ended before it was ready: {_last_line(log)} ({log})")
         if timeout is not None and time.monotonic() - start > timeout:
             raise TimeoutError(f"the server was not ready after {timeout} s, and has been ended ({log})")
-        if client is None and deployments.find(name) is not None:
+        found = deployments.find(name)
+        if client is None and found is not None and found.pid == process.pid:
             client = Client(name, api_key=keys[0] if keys else None)
         if client is not None and _is_ready(client):
             return client

@@ -8,9 +8,7 @@ requests there itself, as it does without Ray: by outstanding tokens and prefix,
 
 import asyncio
 import contextlib
-import dataclasses
 import json
-import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -142,7 +140,7 @@ class ModelReplica:
         self._server = Server(self._replica, ray.util.get_node_ip_address(), 0, settings.api_keys)
         await self._server.start()
         self._beating = asyncio.create_task(self._beat())
-        engine = await asyncio.to_thread(load_engine, _with_seed(settings))
+        engine = await asyncio.to_thread(load_engine, settings)
         self._replica.serve(engine)
         self._is_loaded = True
         await self._server.set_ready(True)
@@ -174,11 +172,6 @@ class ModelReplica:
             await self._replica.drain()
             await self._replica.close()
         await self._server.stop()
-
-
-def _with_seed(settings: ReplicaSettings) -> ReplicaSettings:
-    """A seed for requests that bring none, unless there is one: another one for each replica."""
-    return dataclasses.replace(settings, engine={"seed": secrets.randbelow(2**31)} | settings.engine)
 
 
 class Front:

@@ -14,7 +14,7 @@ from fastgen_jax.serving import fastgen_pb2 as pb
 from fastgen_jax.serving.balance import Load
 from fastgen_jax.serving.errors import Refusal
 from fastgen_jax.serving.replica import KEPT_STEPS
-from fastgen_jax.serving.service import CHANNEL_OPTIONS
+from fastgen_jax.serving.service import CHANNEL_OPTIONS, seconds_of
 
 log = logging.getLogger("fastgen_jax.serving")
 
@@ -113,7 +113,7 @@ class RemoteReplica:
 
         stream: the client sees events as they come, so that it cannot be tried elsewhere after the first of them.
         """
-        call = self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
+        call = self._stub.GenerateStream(request, timeout=seconds_of(timeout), metadata=self._metadata)
         self._calls[call] = False
         try:
             async for event in call:

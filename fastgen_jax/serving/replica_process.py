@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import json
 import logging
+import secrets
 import sys
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 from fastgen_jax.serving.process import Ending, end_with_parent, start_logging
 from fastgen_jax.serving.replica import Replica
-from fastgen_jax.serving.service import Server
+from fastgen_jax.serving.service import Server, check_keys
 
 log = logging.getLogger("fastgen_jax.serving")
 
@@ -40,6 +41,9 @@ class ReplicaSettings:
     log_level: str = "info"
     owned: bool = False
 
+    def __post_init__(self) -> None:
+        check_keys(self.api_keys)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -62,9 +66,11 @@ def run(settings: ReplicaSettings, load: Callable[[ReplicaSettings], Any] | None
 
 
 def load_engine(settings: ReplicaSettings) -> Any:
+    """The engine. Without a seed in the settings it draws one, for replicas that share one give the same answers."""
     from fastgen_jax import Engine
 
-    return Engine.from_pretrained(settings.model, revision=settings.revision, show_progress=False, **settings.engine)
+    fields = {"seed": secrets.randbelow(2**31)} | settings.engine
+    return Engine.from_pretrained(settings.model, revision=settings.revision, show_progress=False, **fields)
 
 
 async def _serve(settings: ReplicaSettings, load: Callable[[ReplicaSettings], Any]) -> int:

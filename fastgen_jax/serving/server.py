@@ -20,7 +20,7 @@ from fastgen_jax.serving.metrics import Metrics
 from fastgen_jax.serving.process import Ending, start_logging
 from fastgen_jax.serving.replica_process import ReplicaSettings
 from fastgen_jax.serving.router import MAX_QUEUE, REQUEST_TIMEOUT_S, Router
-from fastgen_jax.serving.service import Server, address_of
+from fastgen_jax.serving.service import Server, address_of, check_keys
 from fastgen_jax.serving.supervisor import LocalReplica, share_gpus
 
 log = logging.getLogger("fastgen_jax.serving")
@@ -81,8 +81,10 @@ class ServerSettings:
             host, _, port = address.rpartition(":")
             if not host or not port.isdigit():
                 raise ValueError(f"replica {address!r} is no address; give host:port")
-        if any(not key for key in self.api_keys):
-            raise ValueError("an API key is empty")
+        if len(set(self.remote)) < len(self.remote):
+            raise ValueError(f"a replica is named twice: {', '.join(self.remote)}")
+        check_keys(self.api_keys)
+        check_keys([] if self.replica_api_key is None else [self.replica_api_key])
 
     def replica_settings(self) -> list[ReplicaSettings]:
         """Of each local replica."""

@@ -2,7 +2,8 @@
 
 import hmac
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -31,6 +32,12 @@ MAX_MESSAGE = 500
 
 FINISHING_S = 2.0
 """How long calls that are over have to say so when a server stops."""
+
+LONGEST_S = 1e9
+"""The most that gRPC can wait: longer ones overflow, and are over at once."""
+
+_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
+"""What an Authorization header can bring."""
 
 
 class Backend(Protocol):
@@ -131,6 +138,20 @@ def refusal_of(error: Exception) -> Refusal:
         return errors.invalid(str(error), param=errors.field_in(str(error)))
     log.error("a request failed", exc_info=error)
     return Refusal(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+def seconds_of(timeout: float | None) -> float | None:
+    """A timeout as gRPC takes it; None is no limit."""
+    return None if timeout is None else min(timeout, LONGEST_S)
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """ValueError, which does not say it, for a key that no header could bring."""
+    for key in keys:
+        if not key:
+            raise ValueError("an API key is empty")
+        if not _KEY.fullmatch(key):
+            raise ValueError("an API key has a character that is not ASCII, or a space or newline at an end")
 
 
 def key_fits(authorization: str | None, keys: Sequence[str]) -> bool:

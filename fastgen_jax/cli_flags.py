@@ -62,11 +62,16 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, **{"max_help_position": 32, **options})
 
 
-def add_model_argument(parser: argparse.ArgumentParser, *, positional: bool) -> None:
-    """`--model X`, stored in `args.model`; `positional`: also as the first positional, but not both."""
+def add_model_argument(
+    parser: argparse.ArgumentParser, *, positional: bool, default: str | None = DEFAULT_MODEL
+) -> None:
+    """`--model X`, stored in `args.model`; `positional`: also as the first positional, but not both.
+
+    default: what is stored if none is given.
+    """
     text = f"a folder, a .gguf file, a Hub id or an alias such as llama2-7b (default {DEFAULT_MODEL})"
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--model", metavar="MODEL", default=DEFAULT_MODEL, help=text)
+    either.add_argument("--model", metavar="MODEL", default=default, help=text)
     if positional:
         either.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="the same")
 

@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from fastgen_jax.cli_flags import HelpFormatter, add_engine_flags, add_model_argument, given
-from fastgen_jax.types import EngineConfig
+from fastgen_jax.types import DEFAULT_MODEL, EngineConfig
 
 if TYPE_CHECKING:
     from fastgen_jax.serving.server import ServerSettings
@@ -41,12 +41,13 @@ def add_command(commands: Any) -> None:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    add_model_argument(parser, positional=True)
+    add_model_argument(parser, positional=True, default=None)
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a model on the Hub")
     _add_replica_flags(parser)
     _add_server_flags(parser)
     add_engine_flags(parser)
-    parser.set_defaults(run=run)
+    defaults = {name: parser.get_default(name) for name in _NOT_OF_A_REPLICA.values()}
+    parser.set_defaults(run=run, defaults=defaults)
 
 
 def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +91,21 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--name", metavar="NAME", help=text)
 
 
+_NOT_OF_A_REPLICA = {
+    "--replicas": "replicas",
+    "--replica": "remote",
+    "--replica-api-key": "replica_api_key",
+    "--port": "port",
+    "--cors-origin": "cors_origins",
+    "--max-queue": "max_queue",
+    "--request-timeout": "request_timeout",
+    "--max-request-bytes": "max_request_bytes",
+    "--log-prompts": "log_prompts",
+    "--name": "name",
+}
+"""Flags that say nothing to one replica behind a router, and where they are kept."""
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve what `args` ask for; the exit status."""
     engine = given(args, EngineConfig)
@@ -106,10 +122,13 @@ def run(args: argparse.Namespace) -> int:
 def _run_replica(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     from fastgen_jax.serving import replica_process
 
-    if args.remote or args.replicas is not None or len(args.classes) > 1:
-        raise ValueError("--only-replica is one replica; leave out --replicas, --replica, and all but one class")
+    for flag, name in _NOT_OF_A_REPLICA.items():
+        if getattr(args, name) != args.defaults[name]:
+            raise ValueError(f"--only-replica is one replica, behind a router elsewhere; leave out {flag}")
+    if len(args.classes) > 1:
+        raise ValueError("--only-replica is one replica; give it one --replica-class at most")
     settings = replica_process.ReplicaSettings(
-        args.model,
+        args.model or DEFAULT_MODEL,
         name=args.served_model_name,
         revision=args.revision,
         engine=engine,
@@ -128,11 +147,14 @@ def _settings(args: argparse.Namespace, engine: dict[str, Any]) -> "ServerSettin
     from fastgen_jax.serving.server import ServerSettings
 
     replicas = args.replicas if args.replicas is not None else 0 if args.remote else 1
-    name = args.name or deployments.default_name(args.model if replicas else "router")
+    if args.remote and not replicas and (args.model or args.revision or args.served_model_name or engine):
+        raise ValueError("--replica alone starts no model here; leave out MODEL and its settings, or add --replicas")
+    model = (args.model or DEFAULT_MODEL) if replicas else None
+    name = args.name or deployments.default_name(model or "router")
     if deployments.find(deployments.check_name(name)) is not None:
         raise ValueError(f"deployment {name!r} runs already; choose another --name")
     return ServerSettings(
-        args.model if replicas else None,
+        model,
         name=args.served_model_name,
         revision=args.revision,
         replicas=replicas,
@@ -143,7 +165,7 @@ def _settings(args: argparse.Namespace, engine: dict[str, Any]) -> "ServerSettin
         port=args.port,
         grpc_port=args.grpc_port,
         api_keys=tuple(args.api_keys),
-        replica_api_key=args.replica_api_key or next(iter(args.api_keys), None),
+        replica_api_key=args.replica_api_key or (next(iter(args.api_keys), None) if args.remote else None),
         cors_origins=tuple(args.cors_origins),
         max_queue=args.max_queue,
         request_timeout=args.request_timeout,

@@ -64,7 +64,7 @@ FLAGS = {
     "host": (["--host", "0.0.0.0"], {"host": "0.0.0.0"}),
     "port": (["--port", "0"], {"port": 0}),
     "grpc_port": (["--grpc-port", "7"], {"grpc_port": 7}),
-    "api_keys": (["--api-key", "a", "--api-key", "b"], {"api_keys": ("a", "b"), "replica_api_key": "a"}),
+    "api_keys": (["--api-key", "a", "--api-key", "b"], {"api_keys": ("a", "b")}),
     "replica_api_key": (
         ["--api-key", "a", "--replica-api-key", "r"],
         {"api_keys": ("a",), "replica_api_key": "r"},
@@ -102,6 +102,11 @@ def test_an_engine_flag_reaches_the_engines(run, asked, name):
 def test_local_and_remote_replicas_together(run, asked):
     assert run("serve", "opt-125m", "--replicas", "2", "--replica", "h:1")[0] == 0
     assert (asked[0].model, asked[0].replicas, asked[0].remote) == ("opt-125m", 2, ("h:1",))
+
+
+def test_replicas_elsewhere_have_the_same_key_and_local_ones_one_that_nobody_else_knows(run, asked):
+    assert run("serve", "--api-key", "a", "--replica", "h:1")[0] == run("serve", "--api-key", "a")[0] == 0
+    assert [settings.replica_api_key for settings in asked] == ["a", None]
 
 
 def test_a_replica_by_itself(run, asked):
@@ -143,6 +148,15 @@ def test_a_replica_that_cannot_load_is_a_failure(run, monkeypatch):
         (["--block-size", "0"], "block_size=0 is out of range"),
         (["--only-replica", "--replicas", "2"], "--only-replica is one replica"),
         (["--only-replica", "--replica", "h:1"], "--only-replica is one replica"),
+        (["--only-replica", "--replica-class", "a", "--replica-class", "b"], "one --replica-class at most"),
+        (
+            ["--only-replica", "--port", "80"],
+            "--only-replica is one replica, behind a router elsewhere; leave out --port",
+        ),
+        (["--only-replica", "--log-prompts"], "leave out --log-prompts"),
+        (["--only-replica", "--api-key", ""], "an API key is empty"),
+        (["opt-125m", "--replica", "h:1"], "--replica alone starts no model here"),
+        (["--replica", "h:1", "--max-num-seqs", "8"], "leave out MODEL and its settings, or add --replicas"),
         (["--log-level", "loud"], "'loud'"),
         (["--temperature", "1"], "unrecognized arguments"),
     ],

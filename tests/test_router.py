@@ -469,6 +469,30 @@ def test_when_a_replica_falls_silent_its_untold_requests_end_and_later_the_other
     assert run(main()) == ["replica_lost", "replica_lost", last]
 
 
+def test_what_is_asked_of_a_replica_that_is_let_go_is_lost_and_not_cancelled():
+    """Nobody has cancelled who asks: it gets an answer."""
+
+    class Silent(Hung):
+        async def tokenize(self, asked):
+            await asyncio.Event().wait()
+
+    async def main():
+        server = Server(Silent(), "127.0.0.1", 0)
+        await server.start()
+        replica = remote.RemoteReplica(server.address)
+        asking = asyncio.ensure_future(replica.tokenize(pb.TokenizeRequest()))
+        await replica.look()
+        await asyncio.sleep(0.05)
+        await replica.close()
+        [error] = await asyncio.gather(asking, return_exceptions=True)
+        await server.stop()
+        return error
+
+    error = run(main())
+    assert isinstance(error, Refusal), repr(error)
+    assert (error.status, error.code) == (UNAVAILABLE, "replica_lost")
+
+
 def test_a_router_is_no_replica():
     async def main():
         async with served([engine(), engine()]) as s:

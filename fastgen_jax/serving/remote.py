@@ -123,9 +123,9 @@ class RemoteReplica:
         except grpc.aio.AioRpcError as error:
             raise self._refusal(error) from error
         except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is None or task.cancelling():
+            if _is_cancelled():
                 raise
-            raise _lost_refusal() from None  # nobody has cancelled this task: `_lost` or `close` has cancelled the call
+            raise _lost_refusal() from None
         finally:
             del self._calls[call]
             call.cancel()
@@ -150,6 +150,10 @@ class RemoteReplica:
             return await method(request, timeout=30, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._refusal(error) from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise _lost_refusal() from None
 
     def _refusal(self, error: grpc.aio.AioRpcError) -> Refusal:
         refusal = errors.from_rpc(error)
@@ -159,6 +163,11 @@ class RemoteReplica:
             self._look_now.set()
             return _lost_refusal()
         return refusal
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled this task, and not its call alone, as `_lost` and `close` do."""
+    return (task := asyncio.current_task()) is None or task.cancelling() > 0
 
 
 def _lost_refusal() -> Refusal:

@@ -43,8 +43,7 @@ class Detokenizer:
     ) -> None:
         self._window = _Window(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stop = tuple(stop)
-        starts = {s[:length] for s in self._stop for length in range(1, len(s))}
-        self._stop_starts = sorted(starts, key=len, reverse=True)
+        self._longest_stop = max(map(len, self._stop), default=0)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -93,7 +92,7 @@ class Detokenizer:
 
     def _append(self, new: str) -> None:
         tail = self._held + new
-        num_safe = len(tail) - next((len(start) for start in self._stop_starts if tail.endswith(start)), 0)
+        num_safe = self._first_begun(tail)
         # A match reaches into `new`, and begins in `tail`: otherwise _held would have been longer.
         if self._num_tokens >= self._min_tokens and (span := _first_stop(tail, self._stop, len(self._held))):
             num_safe = span[1] if self._include_stop else span[0]
@@ -102,6 +101,14 @@ class Detokenizer:
         if num_safe:
             self._safe.append(tail[:num_safe])
         self._held = tail[num_safe:]
+
+    def _first_begun(self, text: str) -> int:
+        """Where the first stop string begins that `text` ends in the middle of; the end if there is none."""
+        for start in range(max(0, len(text) - self._longest_stop + 1), len(text)):
+            rest = text[start:]
+            if any(s.startswith(rest) and len(s) > len(rest) for s in self._stop):
+                return start
+        return len(text)
 
 
 def _first_stop(text: str, stop: Sequence[str], num_old: int) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ DEFAULT_MODEL = "smollm2-135m"
 MAX_LOGPROBS = 20
 _MORE_THAN_0 = 1e-6
 MAX_LOGIT_BIAS = 512
+MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 DTYPES = ("float32", "bfloat16", "float16")
 UNTUNED_BUDGET = 512
@@ -48,7 +49,7 @@ class SamplingParams:
     repetition_penalty: over prompt and generated tokens; 1.0 is off.
     logit_bias: token id -> added to its logit, at most 512 entries.
     allowed_token_ids: the only tokens that may be generated; None is all.
-    stop: strings, of 1024 characters at most, that end the text where they first appear; they are cut off
+    stop: strings, 64 of 1024 characters at most, that end the text where they first appear; they are cut off
         unless include_stop_str_in_output.
     stop_token_ids: tokens that end the text, beside the model's EOS; their text is cut off likewise.
     ignore_eos: go on after EOS (stop and stop_token_ids still count).
@@ -153,7 +154,9 @@ def _check_sampling(p: SamplingParams) -> None:
         if not isinstance(value := getattr(p, name), bool):
             raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be True or False")
     if not isinstance(p.stop, tuple) or not all(isinstance(s, str) and s for s in p.stop):
-        raise ValueError(f"stop={p.stop!r}; it must be one string or a list of strings, none of them empty")
+        raise ValueError(f"stop={p.stop!r:.80}; it must be one string or a list of strings, none of them empty")
+    if len(p.stop) > MAX_STOPS:
+        raise ValueError(f"stop has {len(p.stop)} strings; it may have {MAX_STOPS} at most")
     if any(len(s) > MAX_STOP_LENGTH for s in p.stop):
         raise ValueError(f"a stop string has {max(map(len, p.stop))} characters; it may have {MAX_STOP_LENGTH} at most")
     for name in ("stop_token_ids", "allowed_token_ids"):

@@ -4,6 +4,7 @@ import codecs
 import functools
 import importlib.metadata
 import json
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fastgen_jax.detokenize import Detokenizer
+from fastgen_jax.types import MAX_STOP_LENGTH, MAX_STOPS
 
 BAD = "\N{REPLACEMENT CHARACTER}"
 BYTE_CHAR = bytes_to_unicode()
@@ -393,3 +395,14 @@ def test_nothing_is_pushed_after_the_end():
     for detokenizer in (stopped, finished):
         with pytest.raises(RuntimeError, match=f"token {token_id} was pushed after the end"):
             detokenizer.push(token_id)
+
+
+def test_many_long_stop_strings_take_little_memory():
+    """A request may have 1,024 samples with 64 stop strings of 1,024 characters."""
+    tokenizer, _ = byte_level(b"a")
+    stop = [f"{i:02}" + "x" * (MAX_STOP_LENGTH - 2) for i in range(MAX_STOPS)]
+    tracemalloc.start()
+    detokenizers = [Detokenizer(tokenizer, [2], stop=stop) for _ in range(4)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(detokenizers) == 4 and peak < 1 << 20

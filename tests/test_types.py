@@ -85,6 +85,7 @@ def test_none_is_refused_where_it_is_not_the_default(cls, name):
         ({"stop": [1]}, ValueError, "stop=(1,)"),
         ({"stop": 1}, ValueError, "stop=1"),
         ({"stop": None}, ValueError, "stop=None"),
+        ({"stop": ["a"] * 65}, ValueError, "stop has 65 strings; it may have 64 at most"),
         ({"stop_token_ids": 2}, TypeError, "stop_token_ids=2 is int; it must be a list of token ids"),
         ({"stop_token_ids": "ab"}, TypeError, "stop_token_ids='ab' is str; it must be a list of token ids"),
         ({"stop_token_ids": ["a"]}, TypeError, "a token id in stop_token_ids='a' is str"),

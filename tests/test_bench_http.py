@@ -120,6 +120,7 @@ ANSWERS = [
     ("no usage: tokens counted by pieces", [token("a"), token("b"), DONE], (3, 2, 2)),
     ("a last event that only says why", [token("a"), token("", finish_reason="length"), DONE], (3, 1, 1)),
     ("comments and other fields", [": hello\n\n", "event: x\n", token("a"), DONE], (3, 1, 1)),
+    ("an error that is null", ['data: {"error": null, "choices": [{"text": "a"}]}\n\n', DONE], (3, 1, 1)),
 ]
 
 

@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from fastgen_jax.bench.capacity import cut_requests
 from fastgen_jax.bench.load import Lengths, Request, make_prompts, make_requests, poisson, random_corpus, word_salad
+from fastgen_jax.bench.trace import synthetic_trace
 from fastgen_jax.bench.workload import Load, Workload, closed_points, long_prompt_points, open_points
 
 
@@ -112,6 +114,14 @@ def test_lengths_do_not_depend_on_the_corpus():
 
 REFUSED = [
     (lambda: Workload(prompt_mean=0), "a mean length of 0 tokens is too short; it must be at least 1"),
+    (
+        lambda: Workload(prompt_mean=float("inf")),
+        "a mean length of inf tokens is too long; it must be below 2147483648",
+    ),
+    (lambda: Workload(output_mean=float("nan")), "a mean length of nan tokens is too short; it must be at least 1"),
+    (lambda: cut_requests(9, float("inf"), 1, 99, 0), "a mean length of inf tokens is too long"),
+    (lambda: cut_requests(float("nan"), 9, 1, 99, 0), "a mean length of nan tokens is too short"),
+    (lambda: synthetic_trace(1, 1, prompt_mean=0, output_mean=9, max_model_len=4096), "a mean length of 0 tokens"),
     (lambda: Workload(output_cap=0), "a longest length of 0 tokens is too short; it must be at least 1"),
     (lambda: Workload(num_requests=0), "0 requests are too few; it takes at least 1"),
     (lambda: closed_points(Workload(), (4, 0), random_corpus()), "0 clients are too few; it takes at least 1"),

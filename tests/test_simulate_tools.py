@@ -113,6 +113,13 @@ def test_a_trace_from_a_file(tmp_path):
     first, second, third, fourth = (r.prompt_token_ids for r in found)
     assert first[:32] == second[:32] and not set(first[32:]) & set(second[32:])
     assert not set(first) & set(third) and not set(first) & set(fourth)
+    assert found[-1] == found[3]
+
+
+def test_a_prefix_that_is_null_is_none(tmp_path):
+    found = read_trace(write(tmp_path, GOOD | {"prefix": None, "prefix_tokens": 0}, GOOD | {"prefix": None}))
+    first, second = (r.prompt_token_ids for r in found)
+    assert len(first) == len(second) == 40 and not set(first) & set(second)
 
 
 def test_what_a_trace_finds_in_the_prefix_cache(tmp_path):
@@ -250,6 +257,12 @@ def test_a_table_measured_on_an_engine_simulates_it():
     rates = (found[side]["output_tokens_per_s"] * found[side]["duration"] for side in ("real", "simulated"))
     assert [round(tokens) for tokens in rates] == [39, 39]
     assert found["ratio"]["gap_p95"] == found["simulated"]["gap_p95"] / found["real"]["gap_p95"]
+
+
+def test_an_engine_that_holds_too_few_tokens_is_not_measured():
+    with pytest.raises(ValueError, match="max_model_len=33 is too short to time; it takes 67"):
+        measure_table(tiny_engine(max_model_len=33))
+    measure_table(tiny_engine(max_model_len=67))
 
 
 def test_a_busy_engine_is_not_measured():

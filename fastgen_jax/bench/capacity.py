@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fastgen_jax.bench.drive import open_loop
-from fastgen_jax.bench.load import Lengths, Request, make_requests, poisson, random_corpus
+from fastgen_jax.bench.load import Lengths, Request, check_mean, make_requests, poisson, random_corpus
 from fastgen_jax.bench.metrics import PROMPT_SLA, Record, check_sla, meets_sla, summarize
 from fastgen_jax.bench.simulator import SimulatorConfig, System
 from fastgen_jax.progress import Advance
@@ -32,7 +32,9 @@ def cut_requests(
 
     ValueError if that leaves less for prompts than their mean.
     """
-    longest_output = max(int(2 * output_mean), 1)
+    check_mean(prompt_mean)
+    check_mean(output_mean)
+    longest_output = int(2 * output_mean)
     longest_prompt = max_model_len - longest_output
     if longest_prompt < prompt_mean:
         raise ValueError(

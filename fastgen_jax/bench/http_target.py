@@ -159,7 +159,7 @@ class _Answer:
             self.is_done = True
             return
         event = json.loads(data)
-        if "error" in event:
+        if event.get("error") is not None:
             self.error = f"the server says {json.dumps(event['error']):.200}"
         for choice in event.get("choices") or ():
             # A last event may carry no token, but why there are no more.

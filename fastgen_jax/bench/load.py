@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 RELATIVE_STD = 0.3
+TOO_LONG = 1 << 31
 CORPUS_WORDS = 20_000
 CORPUS_TOKENS = 1 << 16
 RANDOM_TOKEN_IDS = range(300, 1000)
@@ -59,13 +60,20 @@ class Lengths:
     cap: int
 
     def __post_init__(self) -> None:
-        if not self.mean >= 1:
-            raise ValueError(f"a mean length of {self.mean} tokens is too short; it must be at least 1")
+        check_mean(self.mean)
         if self.cap < 1:
             raise ValueError(f"a longest length of {self.cap} tokens is too short; it must be at least 1")
 
     def sample(self, rng: random.Random) -> int:
         return min(max(int(rng.gauss(self.mean, RELATIVE_STD * self.mean)), 1), self.cap)
+
+
+def check_mean(mean: float) -> None:
+    """ValueError for a mean length that no tokens have."""
+    if not mean >= 1:
+        raise ValueError(f"a mean length of {mean} tokens is too short; it must be at least 1")
+    if mean >= TOO_LONG:
+        raise ValueError(f"a mean length of {mean} tokens is too long; it must be below {TOO_LONG}")
 
 
 def make_requests(

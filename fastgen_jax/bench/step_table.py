@@ -23,6 +23,9 @@ SHORT_CONTEXT = 32
 MANY_ROWS = 32
 """Tokens before a decode, and decodes in a step, where their number does not matter much."""
 
+SHORTEST = SHORT_CONTEXT + SETTLING_STEPS + COUNTED_STEPS + 3
+"""The least max_model_len: a prompt, the steps that are counted, and that none of them is a sequence's last."""
+
 
 def num_measurements(engine: "Engine") -> int:
     """How often `measure_table` tells of its progress."""
@@ -37,6 +40,8 @@ def measure_table(engine: "Engine", advance: Advance = lambda _: None) -> dict[s
     """
     if engine.has_work:
         raise ValueError("a step table is measured on an idle engine; step until has_work is False")
+    if engine.max_model_len < SHORTEST:
+        raise ValueError(f"max_model_len={engine.max_model_len} is too short to time; it takes {SHORTEST}")
     measuring = _Measuring(engine, advance)
     try:
         pair_s, key_s = measuring.pair_s(), measuring.key_s()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from fastgen_jax.bench.load import Request
+from fastgen_jax.bench.load import Request, check_mean
 
 FIELDS = {"arrival": True, "prompt_tokens": True, "output_tokens": True, "prefix": False, "prefix_tokens": False}
 """Of a line of a trace, and whether it must be there."""
@@ -76,6 +76,7 @@ class Trace(Sequence[Request]):
     def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
         if isinstance(index, slice):
             return Trace(self._arrivals[index])
+        index = range(len(self))[index]
         if self._last is None or self._last[0] != index:
             self._last = index, self._make(index)
         return self._last[1]
@@ -128,7 +129,7 @@ def _parse(line: str) -> Arrival:
             raise ValueError(f"{name}={fields[name]!r} must be a whole number")
     if type(fields["arrival"]) not in (int, float):
         raise ValueError(f"arrival={fields['arrival']!r} must be a number of seconds")
-    if "prefix" in fields:
+    if fields.get("prefix") is not None:
         fields["prefix"] = str(fields["prefix"])
     return Arrival(**fields)
 
@@ -151,6 +152,8 @@ def synthetic_trace(
         raise ValueError(f"{num_requests} requests are too few; it takes at least 1")
     if not 0 < rate < math.inf:
         raise ValueError(f"a rate of {rate} requests/s is impossible; it must be above 0")
+    check_mean(prompt_mean)
+    check_mean(output_mean)
     if max_model_len < 2 * PREFIX_TOKENS:
         raise ValueError(
             f"max_model_len={max_model_len} is too short for the trace; it must be at least {2 * PREFIX_TOKENS}"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fastgen_jax.bench.drive import Target, closed_loop, open_loop
-from fastgen_jax.bench.load import Lengths, Request, make_prompts, make_requests, poisson
+from fastgen_jax.bench.load import Lengths, Request, check_mean, make_prompts, make_requests, poisson
 from fastgen_jax.bench.metrics import Record, duration
 from fastgen_jax.progress import Advance
 
@@ -54,6 +54,7 @@ class Workload:
 
 
 def _lengths(mean: float, cap: int | None) -> Lengths:
+    check_mean(mean)
     return Lengths(mean, int(CAP_OF_MEAN * mean) if cap is None else cap)
 
 

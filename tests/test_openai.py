@@ -1,21 +1,33 @@
 """OpenAI's API as its official client sees it: every field, and answers that are the engine's own."""
 
 import asyncio
-import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx2
 import openai
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai_client import (
+    ENDS,
+    GREEDY,
+    LETTERS,
+    MESSAGES,
+    OPENAIS,
+    PROMPT,
+    SAMPLED,
+    Choice,
+    chat,
+    connect,
+    engines,
+    split,
+    streamed,
+    streamed_chat,
+    whole,
+)
 from scripted import FIRST_BYTE, TOKENIZER, assert_idle, scripted_engine, tokens
 from serving import TIMEOUT
 from threaded import serving
@@ -23,18 +35,9 @@ from tiny import EOS
 from wide import wide_engine
 
 from fastgen_jax import Engine, Response, SamplingParams
-from fastgen_jax.serving import deployments, openai_requests
 from fastgen_jax.serving import fastgen_pb2 as pb
+from fastgen_jax.serving import openai_requests
 from fastgen_jax.serving.openai_replies import Completions, Usage
-from fastgen_jax.types import DEFAULT_MODEL
-
-PROMPT = "the quick brown fox"
-MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why is the sky blue?"}]
-LETTERS = tokens("abcdefghijklmnopqrstuvwxyz")
-
-GREEDY = {"max_tokens": 24, "temperature": 0, "allowed_token_ids": LETTERS}
-SAMPLED = GREEDY | {"temperature": 1, "seed": 11}
-ENDS = {"max_tokens": 24, "temperature": 0, "logit_bias": {EOS: 100}}
 
 FIELDS = [
     (GREEDY, {"max_tokens": 5}),
@@ -56,26 +59,6 @@ FIELDS = [
     (ENDS | {"ignore_eos": True}, {"skip_special_tokens": False}),
 ]
 """Fields beside which one is tried, and that one. Each of them changes the answer."""
-
-OPENAIS = {
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "n",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-}
-"""Of these fields, the client's own; the others go into extra_body."""
-
-
-class Choice(NamedTuple):
-    """What is compared of an answer."""
-
-    text: str
-    finish_reason: str
 
 
 @pytest.fixture(scope="module")
@@ -101,59 +84,6 @@ def client(url) -> Iterator[openai.OpenAI]:
 def own() -> Engine:
     """The same engine, asked directly."""
     return wide_engine()
-
-
-def connect(url: str, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=TIMEOUT)
-
-
-def engines(own: Engine, prompt: Any, **fields: Any) -> list[Choice]:
-    """The engine's own answer."""
-    params = SamplingParams(**fields)
-    is_chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
-    responses = own.chat(prompt, params) if is_chat else own.generate([prompt], params)
-    return [Choice(response.text, response.finish_reason) for response in responses]
-
-
-def split(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields as arguments of the client."""
-    ours = {name: value for name, value in fields.items() if name not in OPENAIS}
-    theirs = {name: value for name, value in fields.items() if name in OPENAIS}
-    if "logit_bias" in theirs:
-        theirs["logit_bias"] = {str(token_id): bias for token_id, bias in theirs["logit_bias"].items()}
-    return theirs | {"model": "tiny", "extra_body": ours}
-
-
-def whole(client: openai.OpenAI, prompt: Any, **fields: Any) -> list[Choice]:
-    answer = client.completions.create(prompt=prompt, **split(fields))
-    assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
-    return [Choice(choice.text, choice.finish_reason) for choice in answer.choices]
-
-
-def streamed(client: openai.OpenAI, prompt: Any, **fields: Any) -> list[Choice]:
-    found: dict[int, Choice] = {}
-    for chunk in client.completions.create(prompt=prompt, stream=True, **split(fields)):
-        for piece in chunk.choices:
-            text, reason = found.get(piece.index, ("", None))
-            assert reason is None, "nothing comes after the end"
-            found[piece.index] = Choice(text + piece.text, piece.finish_reason)
-    return [found[index] for index in sorted(found)]
-
-
-def chat(client: openai.OpenAI, **fields: Any) -> list[Choice]:
-    answer = client.chat.completions.create(messages=MESSAGES, **split(fields))
-    assert {choice.message.role for choice in answer.choices} == {"assistant"}
-    return [Choice(choice.message.content, choice.finish_reason) for choice in answer.choices]
-
-
-def streamed_chat(client: openai.OpenAI, **fields: Any) -> list[Choice]:
-    found: dict[int, Choice] = {}
-    for chunk in client.chat.completions.create(messages=MESSAGES, stream=True, **split(fields)):
-        for piece in chunk.choices:
-            text, reason = found.get(piece.index, ("", None))
-            assert reason is None and (piece.delta.role == "assistant") == (piece.index not in found)
-            found[piece.index] = Choice(text + (piece.delta.content or ""), piece.finish_reason)
-    return [found[index] for index in sorted(found)]
 
 
 # Every field
@@ -545,213 +475,3 @@ def test_curl_without_a_header_is_json_but_not_from_a_web_page(url):
         reply = http.post("/v1/completions", content=body, headers=form | {"origin": "https://example.com"})
     assert reply.status_code == 400
     assert reply.json()["error"]["message"] == "send the header content-type: application/json, and a body that is"
-
-
-# Keys, origins, time
-
-
-KEYS = ("first key", "second")
-
-
-@pytest.fixture(scope="module")
-def locked() -> Iterator[httpx2.Client]:
-    with (
-        serving([scripted_engine(tokens("open"))], app={"api_keys": KEYS}) as server,
-        httpx2.Client(base_url=server.url, timeout=TIMEOUT) as http,
-    ):
-        yield http
-
-
-@pytest.mark.parametrize(
-    ("header", "status"),
-    [
-        ("Bearer first key", 200),
-        ("Bearer second", 200),
-        ("bearer second", 200),
-        (None, 401),
-        ("", 401),
-        ("Bearer", 401),
-        ("Bearer first", 401),
-        ("Bearer wrong", 401),
-        ("second", 401),
-        ("Basic second", 401),
-    ],
-)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/metrics"])
-def test_api_keys(locked, path, header, status):
-    headers = {} if header is None else {"authorization": header}
-    is_post = path == "/v1/completions"
-    reply = locked.request(
-        "POST" if is_post else "GET", path, headers=headers, json={"prompt": "x"} if is_post else None
-    )
-    assert reply.status_code == status
-    if status == 401:
-        assert reply.headers["www-authenticate"] == "Bearer"
-        assert reply.json()["error"] == {
-            "message": "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
-            "type": "authentication_error",
-            "param": None,
-            "code": "invalid_api_key",
-        }
-
-
-@pytest.mark.parametrize("path", ["/health", "/", "/docs", "/openapi.json"])
-def test_what_needs_no_key(locked, path):
-    assert locked.get(path).status_code == 200
-
-
-def test_cors_is_off_unless_asked_for(url):
-    page = {"origin": "https://page.example", "access-control-request-method": "POST"}
-    with httpx2.Client(timeout=TIMEOUT) as http:
-        assert "access-control-allow-origin" not in http.get(f"{url}/health", headers=page).headers
-        assert http.options(f"{url}/v1/completions", headers=page).status_code == 405
-        with serving([scripted_engine([])], app={"cors_origins": ["https://page.example"]}) as server:
-            allowed = http.options(f"{server.url}/v1/completions", headers=page)
-            assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, page["origin"])
-            other = http.get(f"{server.url}/health", headers={"origin": "https://other.example"})
-            assert "access-control-allow-origin" not in other.headers
-
-
-def slow_engine(seconds: float = 0.02) -> Engine:
-    """Takes 250 times `seconds` for an answer."""
-
-    def script(seq, index):
-        time.sleep(seconds)
-        return FIRST_BYTE + ord("x")
-
-    return scripted_engine(script)
-
-
-def assert_aborted(engine: Engine) -> None:
-    """Well before the end of the answer everything is free."""
-    end = time.monotonic() + TIMEOUT
-    while (stats := engine.stats()).running or stats.waiting or stats.free_blocks < stats.blocks:
-        assert time.monotonic() < end, stats
-        time.sleep(0.005)
-    assert 0 < stats.generated_tokens < 125
-    assert_idle(engine)
-
-
-LONG = {"prompt": "a long answer", "max_tokens": 240}
-
-
-def test_time_that_is_up_is_a_504():
-    engine = slow_engine()
-    with serving([engine]) as server, httpx2.Client(base_url=server.url, timeout=TIMEOUT) as http:
-        reply = http.post("/v1/completions", json=LONG, headers={"x-request-timeout": "0.3"})
-        assert reply.status_code == 504
-        expected = {"message": "the request's time is up", "type": "timeout_error", "param": None, "code": "timeout"}
-        assert reply.json() == {"error": expected}
-        assert_aborted(engine)
-        reply = http.post("/v1/completions", json=LONG | {"stream": True}, headers={"x-request-timeout": "0.3"})
-        *chunks, last, end = reply.text.split("\n\n")
-        assert (reply.status_code, json.loads(last.removeprefix("data: ")), end) == (200, {"error": expected}, "")
-        assert len(chunks) > 1
-        with connect(server.url) as client, pytest.raises(openai.APIError, match="time is up"):
-            list(
-                client.completions.create(model="tiny", stream=True, extra_headers={"x-request-timeout": "0.3"}, **LONG)
-            )
-    assert_idle(engine)
-
-
-@pytest.mark.parametrize("more", [{}, {"prompt": ["a", "b"], "n": 2}], ids=["one", "several"])
-def test_a_client_that_leaves_a_stream_ends_it(more):
-    engine = slow_engine()
-    with serving([engine]) as server, connect(server.url) as client:
-        stream = client.completions.create(model="tiny", stream=True, **LONG | more)
-        next(iter(stream))
-        stream.close()
-        assert_aborted(engine)
-
-
-def test_a_client_that_hangs_up_while_it_waits_ends_its_request():
-    engine = slow_engine()
-    body = json.dumps(LONG).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with serving([engine]) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(head + body)
-            while not engine.stats().generated_tokens:
-                time.sleep(0.001)
-        assert_aborted(engine)
-
-
-# The real thing: a process of its own, and SmolLM2
-
-FLAGS = {"dtype": "float32", "max_num_batched_tokens": 64, "max_num_seqs": 16, "max_model_len": 512}
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory) -> Iterator[openai.OpenAI]:
-    """`fastgen serve`, reached by what it writes down of itself."""
-    name = f"test-openai-{os.getpid()}"
-    flags = [f"--{flag.replace('_', '-')}={value}" for flag, value in FLAGS.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "fastgen_jax.cli",
-        "serve",
-        DEFAULT_MODEL,
-        "--name",
-        name,
-        "--port=0",
-        "--grpc-port=0",
-    ]
-    log = tmp_path_factory.mktemp("serve") / "log"
-    with open(log, "w") as out:
-        serve = subprocess.Popen([*command, *flags], stderr=out)
-    try:
-        with connect(f"http://{when_ready(serve, name)}") as client:
-            yield client
-    finally:
-        serve.terminate()
-        assert serve.wait(TIMEOUT) == 0, log.read_text()
-    assert deployments.find(name) is None
-
-
-def when_ready(serve: subprocess.Popen[bytes], name: str) -> str:
-    """The address, when it takes requests."""
-    end = time.monotonic() + 600
-    while time.monotonic() < end and serve.poll() is None:
-        if (found := deployments.find(name)) is not None:
-            with contextlib.suppress(httpx2.HTTPError):
-                if httpx2.get(f"http://{found.http}/health").status_code == 200:
-                    return found.http
-        time.sleep(0.2)
-    raise TimeoutError("it is not ready")
-
-
-@pytest.mark.slow
-@pytest.mark.model
-def test_smollm2_in_a_process_says_what_the_engine_says(process):
-    own = Engine.from_pretrained(DEFAULT_MODEL, show_progress=False, **FLAGS)
-    prompts = ["The capital of France is", "Ça coûte combien ? 👍", [504, 3575, 282]]
-    greedy = {"max_tokens": 24, "temperature": 0}
-    drawn = greedy | {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 5, "n": 2}
-    penalised = greedy | {
-        "frequency_penalty": 0.5,
-        "presence_penalty": 0.5,
-        "repetition_penalty": 1.1,
-        "ignore_eos": True,
-    }
-    for fields in (greedy, drawn, penalised):
-        for prompt in prompts:
-            asked = {"prompt": prompt} | split(fields) | {"model": DEFAULT_MODEL}
-            expected = engines(own, prompt, **fields)
-            assert [c.text for c in process.completions.create(**asked).choices] == [c.text for c in expected]
-            pieces = [chunk.choices[0] for chunk in process.completions.create(stream=True, **asked)]
-            for index, choice in enumerate(expected):
-                assert "".join(piece.text for piece in pieces if piece.index == index) == choice.text
-        chat_asked = split(fields) | {"model": DEFAULT_MODEL, "messages": MESSAGES}
-        answer = process.chat.completions.create(**chat_asked)
-        assert [c.message.content for c in answer.choices] == [c.text for c in engines(own, MESSAGES, **fields)]
-
-    [response] = own.generate(prompts[:1], SamplingParams(**greedy, logprobs=5))
-    chat_fields = {"model": DEFAULT_MODEL, "prompt": prompts[0], "logprobs": 5}
-    logprobs = process.completions.create(**chat_fields, **greedy).choices[0].logprobs
-    assert "".join(logprobs.tokens) == response.text
-    assert logprobs.token_logprobs == pytest.approx([entry.logprob for entry in response.logprobs], abs=1e-3)
-    stop = response.text[5:12]
-    stopped = process.completions.create(model=DEFAULT_MODEL, prompt=prompts[0], stop=stop, **greedy).choices[0]
-    assert (stopped.text, stopped.finish_reason) == (response.text[: response.text.index(stop)], "stop")

@@ -9,12 +9,13 @@ from typing import Any
 
 import httpx2
 import openai
+import openai_client
 import pytest
 import test_openai
+from openai_client import GREEDY, PROMPT, engines, split
 from prometheus_client.parser import text_string_to_metric_families
 from ray_cluster import actors, cluster, free, kill, save_wide_model
 from serving import TIMEOUT
-from test_openai import GREEDY, PROMPT, engines, split
 from tiny import SMALL
 
 from fastgen_jax import Engine
@@ -59,7 +60,7 @@ def own(folder) -> Engine:
 
 @pytest.fixture(scope="module")
 def client(url) -> Iterator[openai.OpenAI]:
-    with test_openai.connect(url) as found:
+    with openai_client.connect(url) as found:
         yield found
 
 

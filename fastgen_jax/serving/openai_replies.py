@@ -75,12 +75,10 @@ class Completions:
         """Choices of the chunk, if there is to be one, that comes before all tokens."""
         if not accepted.echo:
             return []
-        choices = []
-        for sample in range(self._num_samples):
-            index = self.index(prompt_number, sample)
-            self._offsets[index] = _Offsets(len(accepted.echo))
-            choices.append({"index": index, "text": accepted.echo, "logprobs": None, "finish_reason": None})
-        return choices
+        return [
+            {"index": self.index(prompt_number, i), "text": accepted.echo, "logprobs": None, "finish_reason": None}
+            for i in range(self._num_samples)
+        ]
 
     def delta(self, prompt_number: int, delta: pb.Delta) -> Json:
         index = self.index(prompt_number, delta.index)
@@ -141,9 +139,9 @@ class _Offsets:
     text: of the choice, where it is known; a token that is not there, as one left out of it, takes no room.
     """
 
-    def __init__(self, start: int = 0, text: str | None = None) -> None:
+    def __init__(self, text: str | None = None) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._next = start
+        self._next = 0
         self._text = text
 
     def take(self, token: bytes) -> int:

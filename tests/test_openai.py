@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from doubles import FakeReplica
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai_client import (
@@ -29,7 +30,7 @@ from openai_client import (
     whole,
 )
 from scripted import FIRST_BYTE, TOKENIZER, assert_idle, scripted_engine, tokens
-from serving import TIMEOUT
+from serving import TIMEOUT, run
 from threaded import serving
 from tiny import EOS
 from wide import wide_engine
@@ -37,7 +38,9 @@ from wide import wide_engine
 from fastgen_jax import Engine, Response, SamplingParams
 from fastgen_jax.serving import fastgen_pb2 as pb
 from fastgen_jax.serving import openai_requests
+from fastgen_jax.serving.app import make_app
 from fastgen_jax.serving.openai_replies import Completions, Usage
+from fastgen_jax.serving.router import Router
 
 FIELDS = [
     (GREEDY, {"max_tokens": 5}),
@@ -441,6 +444,18 @@ def test_models(client):
     assert client.models.retrieve("tiny") == listed[0]
     with pytest.raises(openai.NotFoundError, match="model='huge' is not served here; the models are tiny"):
         client.models.retrieve("huge")
+
+
+def test_the_length_of_a_model_that_is_loading_is_not_known():
+    router = Router([])
+    router.fleet.replicas = [FakeReplica("a")]
+
+    async def main():
+        transport = httpx2.ASGITransport(make_app(router))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://server") as http:
+            return (await http.get("/v1/models")).json()["data"]
+
+    assert [(model["id"], model["max_model_len"]) for model in run(main())] == [("tiny", None)]
 
 
 def test_tokenize_and_detokenize(url, own):

@@ -129,7 +129,7 @@ def _model(router: Router, name: str) -> dict[str, Any]:
         "object": "model",
         "created": int(min(stats.started for stats in replicas)),
         "owned_by": "fastgen-jax",
-        "max_model_len": max(stats.max_model_len for stats in replicas),
+        "max_model_len": max(stats.max_model_len for stats in replicas) or None,  # not known before it is loaded
     }
 
 

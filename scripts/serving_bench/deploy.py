@@ -25,8 +25,8 @@ READY_S = 60.0
 class Replica:
     """One process, which can be killed and started again on its port."""
 
-    def __init__(self, speed: Speed, replica_class: str = "") -> None:
-        self._speed = speed
+    def __init__(self, speed: Speed, replica_class: str = "", max_num_seqs: int = 256) -> None:
+        self._speed, self._max_num_seqs = speed, max_num_seqs
         self._settings = ReplicaSettings(
             "stub", port=free_port("127.0.0.1"), replica_class=replica_class, log_level="warning", owned=True
         )
@@ -41,7 +41,8 @@ class Replica:
         return self._process.pid
 
     def start(self) -> None:
-        command = [sys.executable, str(HERE / "stub_replica.py"), str(self._speed.step), str(self._speed.token)]
+        arguments = map(str, (self._speed.step, self._speed.token, self._max_num_seqs))
+        command = [sys.executable, str(HERE / "stub_replica.py"), *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert self._process.stdin is not None
         self._process.stdin.write(self._settings.to_json().encode() + b"\n")
@@ -99,9 +100,11 @@ class Front:
 
 
 @contextlib.contextmanager
-def deployment(num_replicas: int, speed: Speed, *arguments: str) -> Iterator[tuple[Front, list[Replica]]]:
+def deployment(
+    num_replicas: int, speed: Speed, *arguments: str, max_num_seqs: int = 256
+) -> Iterator[tuple[Front, list[Replica]]]:
     """So many stub replicas behind a server with these arguments."""
-    replicas = [Replica(speed) for _ in range(num_replicas)]
+    replicas = [Replica(speed, max_num_seqs=max_num_seqs) for _ in range(num_replicas)]
     try:
         where = [part for replica in replicas for part in ("--replica", replica.address)]
         front = Front(*where, *arguments)

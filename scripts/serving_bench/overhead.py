@@ -18,7 +18,8 @@ def run(model: str = "smollm2-135m", repeats: int = 3) -> dict[str, Any]:
     """Output tokens/s of both, in turns: an engine alone in a process, and a server of one replica."""
     offline, online, ttfts = [], [], []
     for turn in range(repeats):
-        offline.append(float(subprocess.check_output([sys.executable, __file__, model, str(turn)], text=True)))
+        command = [sys.executable, "-m", __spec__.name, model, str(turn)]
+        offline.append(float(subprocess.check_output(command, cwd=Path(__file__).parent.parent, text=True)))
         front = Front(model, "--log-level", "info")
         try:
             asyncio.run(_serve(front.url, -1))  # the first requests of a process are slower
@@ -70,5 +71,4 @@ def _alone(model: str, turn: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     print(_alone(sys.argv[1], int(sys.argv[2])))

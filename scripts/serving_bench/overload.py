@@ -10,15 +10,16 @@ from serving_bench.deploy import Front, deployment
 from serving_bench.stub import Speed
 
 PROMPT, TOKENS = "a prompt of about a hundred tokens, " * 3, 40
-CAPACITY_CLIENTS = 64
+NUM_REPLICAS, MAX_NUM_SEQS = 2, 16
+CAPACITY_CLIENTS = 2 * NUM_REPLICAS * MAX_NUM_SEQS  # as many wait as run, so that no slot is ever empty
 
 
 def run(seconds: float = 60.0, max_queue: int = 16) -> dict[str, Any]:
     """Capacity by a closed loop, then an open loop of twice that."""
     speed = Speed(0.05, 0.0005)  # slow enough that two cores can offer twice the capacity
-    with deployment(2, speed) as (front, _):
+    with deployment(NUM_REPLICAS, speed, max_num_seqs=MAX_NUM_SEQS) as (front, _):
         capacity = asyncio.run(_closed(front, min(seconds, 20.0)))
-    with deployment(2, speed, "--max-queue", str(max_queue)) as (front, _):
+    with deployment(NUM_REPLICAS, speed, "--max-queue", str(max_queue), max_num_seqs=MAX_NUM_SEQS) as (front, _):
         outcomes = asyncio.run(_open(front, 2 * capacity, seconds))
     done = [outcome for outcome in outcomes if outcome.is_complete]
     refused = [outcome for outcome in outcomes if outcome.status == 429]

@@ -9,7 +9,7 @@ from serving_bench.clients import Outcome, client, stream
 from serving_bench.deploy import deployment
 from serving_bench.stub import Speed
 
-SPEED = Speed(0.004, 0.00008)
+SPEED = Speed(0.008, 0.00016)  # busy most of the time, at the rate below
 LONG_SHARE = 0.15
 
 

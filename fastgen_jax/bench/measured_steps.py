@@ -11,7 +11,7 @@ from fastgen_jax.bench.simulator import SimulatedEngine, SimulatorConfig
 from fastgen_jax.bench.step_model import keys_and_pairs, padded
 from fastgen_jax.scheduler import Row
 
-FORMAT = "fastgen step table 1"
+FORMAT = "fastgen step table 2"
 
 Curve = tuple[tuple[int, float], ...]
 """Sizes, ascending, each with seconds."""
@@ -22,11 +22,12 @@ class StepTable:
     """What steps of one model cost on one machine, all in seconds.
 
     A step takes: bucket_s of its bucket, and row_s of its bucket of rows, and key_s for each key of its decodes (rows
-    of one token), and pair_s for each pair of a query and a key of its prompts, and step_s, and step_row_s for each
-    row. Between two measured sizes, times lie on the line between theirs; below the first they are the first's, and
-    above the last they go on along the last line. Sliding windows are left out of account: every query sees all.
+    of one token), and prompt_s for each row of a prompt, and pair_s for each of its pairs of a query and a key, where
+    fewer queries than tile_tokens cost as many, and step_s, and step_row_s for each row. Between two measured sizes,
+    times lie on the line between theirs; below the first they are the first's, and above the last they go on along the
+    last line. Sliding windows are left out of account: every query sees all.
 
-    bucket_s: of a step of one prompt that fills the bucket, the attention to its keys left out.
+    bucket_s: of a step of one prompt that fills the bucket, prompt_s and the attention to its keys left out.
     row_s: what a step of as many decodes takes beyond the bucket of as many tokens, attention left out.
     step_s, step_row_s: what a step of the whole engine takes beyond that, for what its host does and the device
         waits for. They may be below 0, for consecutive steps overlap, while those of the table are timed alone.
@@ -38,6 +39,8 @@ class StepTable:
     row_s: Curve
     key_s: float
     pair_s: float
+    prompt_s: float
+    tile_tokens: float
     step_s: float
     step_row_s: float
     num_blocks: int
@@ -52,6 +55,11 @@ class StepTable:
             sizes = [size for size, _ in getattr(self, name)]
             if not sizes or sizes != sorted(set(sizes)):
                 raise ValueError(f"{name} has the sizes {sizes}; it takes one at least, ascending")
+
+    def prompt_row_s(self, start: int, num_new: int) -> float:
+        """Of a row of a prompt, for its attention."""
+        pairs = keys_and_pairs(start, num_new, None)[1] * max(self.tile_tokens / num_new, 1.0)
+        return self.prompt_s + pairs * self.pair_s
 
     def engine(self, config: SimulatorConfig) -> SimulatedEngine:
         """A simulated engine with the measured one's pool; with another block size, one that holds as many tokens."""
@@ -112,17 +120,17 @@ class MeasuredSteps:
 
     def device_seconds(self, rows: Sequence[Row]) -> float:
         table = self._table
-        keys = pairs = 0
+        keys, prompts_s = 0, 0.0
         for _, start, num_new, _ in rows:
             if num_new == 1:
                 keys += start + 1
             else:
-                pairs += keys_and_pairs(start, num_new, None)[1]
+                prompts_s += table.prompt_row_s(start, num_new)
         return (
             interpolate(table.bucket_s, padded(self._buckets, sum(row[2] for row in rows)))
             + interpolate(table.row_s, padded(self._row_buckets, len(rows)))
             + keys * table.key_s
-            + pairs * table.pair_s
+            + prompts_s
             + table.step_s
             + len(rows) * table.step_row_s
         )

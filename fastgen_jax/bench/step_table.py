@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastgen_jax.bench.machine import about
 from fastgen_jax.bench.measured_steps import Curve, MeasuredSteps, StepTable, interpolate
 from fastgen_jax.bench.simulator import SimulatorConfig
-from fastgen_jax.bench.step_model import keys_and_pairs, padded
+from fastgen_jax.bench.step_model import padded
 from fastgen_jax.progress import Advance
 from fastgen_jax.scheduler import Row, Sequence
 from fastgen_jax.step_times import Steps
@@ -17,7 +17,7 @@ from fastgen_jax.types import SamplingParams
 if TYPE_CHECKING:
     from fastgen_jax import Engine
 
-REPEATS = 3
+REPEATS = 5
 SETTLING_STEPS, COUNTED_STEPS = 8, 24
 SHORT_CONTEXT = 32
 MANY_ROWS = 32
@@ -26,11 +26,14 @@ MANY_ROWS = 32
 SHORTEST = SHORT_CONTEXT + SETTLING_STEPS + COUNTED_STEPS + 3
 """The least max_model_len: a prompt, the steps that are counted, and that none of them is a sequence's last."""
 
+FEW_TOKENS, MANY_TOKENS = 16, 64
+"""Of a short prompt, and of several such together."""
+
 
 def num_measurements(engine: "Engine") -> int:
     """How often `measure_table` tells of its progress."""
     measuring = _Measuring(engine, lambda _: None)
-    return 4 + len(measuring.buckets) + len(measuring.row_buckets) + 2
+    return 8 + len(measuring.buckets) + len(measuring.row_buckets) + 2
 
 
 def measure_table(engine: "Engine", advance: Advance = lambda _: None) -> dict[str, Any]:
@@ -44,19 +47,21 @@ def measure_table(engine: "Engine", advance: Advance = lambda _: None) -> dict[s
         raise ValueError(f"max_model_len={engine.max_model_len} is too short to time; it takes {SHORTEST}")
     measuring = _Measuring(engine, advance)
     try:
-        pair_s, key_s = measuring.pair_s(), measuring.key_s()
-        bucket_s = measuring.bucket_s(pair_s)
-        row_s = measuring.row_s(bucket_s, key_s)
+        pair_s = measuring.pair_s()
         table = StepTable(
-            bucket_s=bucket_s,
-            row_s=row_s,
-            key_s=key_s,
+            bucket_s=((1, 0.0),),
+            row_s=((1, 0.0),),
+            key_s=measuring.key_s(),
             pair_s=pair_s,
+            prompt_s=measuring.prompt_s(),
+            tile_tokens=measuring.tile_tokens(pair_s),
             step_s=0.0,
             step_row_s=0.0,
             **measuring.sizes(),
             about=about(),
         )
+        table = replace(table, bucket_s=measuring.bucket_s(table))
+        table = replace(table, row_s=measuring.row_s(table))
         return replace(table, **measuring.beyond(table)).to_json()
     finally:
         engine._scheduler.forget_cache()
@@ -73,8 +78,8 @@ class _Measuring:
         self.longest = engine.max_model_len - 1
 
     def seconds(self, rows: list[tuple[int, int]]) -> float:
-        """Of a step of rows of (new tokens, tokens before them)."""
-        seconds = self._steps.seconds(rows, REPEATS)
+        """Of a step of rows of (new tokens, tokens before them): the median, for what is simulated is no best case."""
+        seconds = self._steps.seconds(rows, REPEATS, statistics.median)
         self._advance(1)
         return seconds
 
@@ -91,21 +96,37 @@ class _Measuring:
         difference = max(self.seconds(long) - self.seconds(short), 0.0)
         return difference / (num_rows * (self.longest - SHORT_CONTEXT))
 
-    def bucket_s(self, pair_s: float) -> Curve:
-        return tuple((bucket, self._bucket_s(bucket, pair_s)) for bucket in self.buckets)
+    def prompt_s(self) -> float:
+        """From one short prompt, and as many tokens of several."""
+        num_tokens = min(MANY_TOKENS, self.buckets[-1], self.longest)
+        num_rows = min(max(num_tokens // FEW_TOKENS, 1), self.row_buckets[-1])
+        few = num_tokens // num_rows
+        difference = self.seconds([(few, 0)] * num_rows) - self.seconds([(few * num_rows, 0)])
+        return max(difference, 0.0) / (num_rows - 1) if num_rows > 1 else 0.0
 
-    def _bucket_s(self, bucket: int, pair_s: float) -> float:
+    def tile_tokens(self, pair_s: float) -> float:
+        """From a few tokens of a prompt at its beginning, and behind as many as there is room for."""
+        few = min(FEW_TOKENS, self.buckets[-1], (self.longest + 1) // 2)
+        before = self.longest - few
+        difference = self.seconds([(few, before)]) - self.seconds([(few, 0)])
+        return min(max(difference / (before * pair_s), 0.0), self.buckets[-1]) if pair_s else 0.0
+
+    def bucket_s(self, table: StepTable) -> Curve:
+        return tuple((bucket, self._bucket_s(bucket, table)) for bucket in self.buckets)
+
+    def _bucket_s(self, bucket: int, table: StepTable) -> float:
         rows = [(self.longest, 0)] * (bucket // self.longest)
         if rest := bucket % self.longest:
             rows.append((rest, 0))
-        return self.seconds(rows) - pair_s * sum(keys_and_pairs(0, num_new, None)[1] for num_new, _ in rows)
+        prompts_s = sum(table.prompt_row_s(0, num_new) for num_new, _ in rows if num_new > 1)
+        return max(self.seconds(rows) - prompts_s, 0.0)
 
-    def row_s(self, bucket_s: Curve, key_s: float) -> Curve:
+    def row_s(self, table: StepTable) -> Curve:
         curve = []
         for num_rows in self.row_buckets:
             step = self.seconds([(1, SHORT_CONTEXT - 1)] * num_rows)
-            bucket = interpolate(bucket_s, padded(self.buckets, num_rows))
-            curve.append((num_rows, step - bucket - num_rows * SHORT_CONTEXT * key_s))
+            bucket = interpolate(table.bucket_s, padded(self.buckets, num_rows))
+            curve.append((num_rows, step - bucket - num_rows * SHORT_CONTEXT * table.key_s))
         return tuple(curve)
 
     def sizes(self) -> dict[str, int]:

@@ -128,14 +128,14 @@ def measure(buckets: list[int], seconds_of: Callable[[int], float], advance: Cal
 
 def key(runner: ModelRunner) -> dict[str, str]:
     """What a curve depends on, for its place in the cache."""
-    device = jax.devices()[0]
+    device, size = jax.devices()[0], runner.model.shards.size
     machine = cpu_model() + f" x {os.cpu_count()}" if device.platform == "cpu" else ""
     return {
         "model": repr(runner.model.config),
         "backend": runner.model.backend.NAME,
         "layout": repr(runner.programs.layout),
         "dtype": str(runner.dtype),
-        "device": f"{device.device_kind} {machine}".strip(),
+        "device": f"{device.device_kind} {machine}".strip() + (f" x {size}" if size > 1 else ""),
         "jax": jax.__version__,
     }
 

@@ -44,6 +44,7 @@ ENGINE_HELP = {
     "max_num_seqs": "sequences in a step at most",
     "max_model_len": "longest prompt and output together; otherwise the model's own",
     "backend": "attention backend; otherwise the best that runs here",
+    "tensor_parallel": "devices that share the model",
     "seed": "of the prompts that have no --seed",
     "policy": f"what a step is filled with: {', '.join(POLICIES)}; all but the first are for comparison",
     "prefix_caching": "share the KV memory of prompts that begin alike",
@@ -51,7 +52,7 @@ ENGINE_HELP = {
     "warm_up": "compile every program first",
     "compile_cache": "keep compiled programs on disk between runs",
 }
-ENGINE_FLAGS = {"seed": "--engine-seed"}
+ENGINE_FLAGS = {"seed": "--engine-seed", "tensor_parallel": "--tp"}
 """Flags that are not spelled like their field, which has a namesake in `SamplingParams`."""
 
 

@@ -46,10 +46,6 @@ CAVEAT = (
     "A compile without the device does not autotune: there, XLA chooses its matmul kernels by timing them.\n"
     "Every figure here is an estimate until a device confirms it, and the roofline is a bound, not a forecast."
 )
-STAND_IN = (
-    "With tp, this is the program of one device's share: heads, MLP and vocabulary divided by tp, without the\n"
-    "collectives between the devices, whose time and memory are not in these figures."
-)
 
 
 def add_command(commands: Any) -> None:
@@ -120,7 +116,11 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
     yield f"In steps of fewer than {found['knee_tokens']:.0f} tokens (the knee) reading the weights takes longest."
     yield ""
     if found["tp"] > 1:
-        yield STAND_IN
+        yield f"Between the {found['tp']} devices, at {found['link_gb_s']:g} GB/s in one direction:"
+        yield ""
+        yield from table(LINK_HEAD, [*map(link_row, found["buckets"]), link_row(last)])
+        yield "The roofline leaves these out; they come on top of it."
+        yield ""
     yield CAVEAT
     yield f"GPU figures: {found['gpu_source']}."
 
@@ -164,6 +164,18 @@ def bucket_row(bucket: dict[str, Any], found: dict[str, Any]) -> tuple[str, ...]
         f"{bucket['compile_s']:.0f} s",
         *(f"{bucket[name]:g}" for name in ("kernels", "fusions", "custom_calls", "copies", "collectives", "loops")),
     )
+
+
+LINK_HEAD = ("step", "all-reduces", "MB", "all-to-alls", "MB", "all-gathers", "MB", "ms at least")
+
+
+def link_row(program: dict[str, Any]) -> tuple[str, ...]:
+    cells = []
+    for kind in ("all-reduce", "all-to-all", "all-gather"):
+        found = program["exchanged"].get(kind, {"count": 0, "bytes": 0})
+        cells += [str(found["count"]), f"{found['bytes'] / 1e6:.3f}"]
+    name = f"{program['tokens']} tokens" if "tokens" in program else f"logits of {program['rows']} rows"
+    return name, *cells, f"{program['link_s'] * 1e3:.3f}"
 
 
 def kernel_row(kernel: dict[str, Any]) -> tuple[str, ...]:

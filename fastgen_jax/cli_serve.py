@@ -22,6 +22,8 @@ examples:
   fastgen serve llama2-7b --replicas 2 --replica-class interactive --replica-class batch
   fastgen serve llama2-7b --only-replica --host 0.0.0.0 --grpc-port 50051       on another machine, for:
   fastgen serve --replica gpu1:50051 --replica gpu2:50051
+  fastgen serve llama2-70b --tp 16 --nnodes 2 --node-rank 0 --coordinator host0:9000      on host0, and on the other:
+  fastgen serve llama2-70b --tp 16 --nnodes 2 --node-rank 1 --coordinator host0:9000
   curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
     -d '{"prompt": "The capital of France is", "max_tokens": 8}'
 
@@ -44,6 +46,7 @@ def add_command(commands: Any) -> None:
     add_model_argument(parser, positional=True, default=None)
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a model on the Hub")
     _add_replica_flags(parser)
+    _add_node_flags(parser)
     _add_server_flags(parser)
     add_engine_flags(parser)
     defaults = {name: parser.get_default(name) for name in _NOT_OF_A_REPLICA.values()}
@@ -52,7 +55,7 @@ def add_command(commands: Any) -> None:
 
 def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("replicas")
-    text = "processes to start here, with a GPU each if there are GPUs (default 1; 0 with --replica)"
+    text = "processes to start here, with --tp GPUs each if there are GPUs (default 1; 0 with --replica)"
     group.add_argument("--replicas", metavar="N", type=int, help=text)
     text = "a replica that runs elsewhere; repeat it for several"
     group.add_argument("--replica", metavar="HOST:PORT", action="append", default=[], dest="remote", help=text)
@@ -64,6 +67,15 @@ def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--only-replica", action="store_true", help=text)
     text = "what clients call the model (default: what you call it)"
     group.add_argument("--served-model-name", metavar="NAME", default="", help=text)
+
+
+def _add_node_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several hosts that share one replica; each runs this command with its own rank")
+    group.add_argument("--nnodes", metavar="N", type=int, help="how many they are")
+    text = "this one's number; 0 has the server (default: as Slurm or Kubernetes says)"
+    group.add_argument("--node-rank", metavar="R", type=int, help=text)
+    text = "where they meet: an address of node 0, and a port that is free there (default: as Slurm or Kubernetes says)"
+    group.add_argument("--coordinator", metavar="HOST:PORT", help=text)
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -114,12 +126,40 @@ def run(args: argparse.Namespace) -> int:
         from fastgen_jax.serving import server
     except ImportError as error:
         raise ValueError(f"serving needs an extra: pip install 'fastgen-jax[serve]' ({error.name})") from error
+    nodes = _nodes(args)
+    if nodes and nodes["process_id"] != 0:
+        return _follow(args, engine, nodes)
     if args.only_replica:
-        return _run_replica(args, engine)
-    return server.run(_settings(args, engine))
+        return _run_replica(args, engine, nodes)
+    return server.run(_settings(args, engine, nodes))
 
 
-def _run_replica(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+def _nodes(args: argparse.Namespace) -> dict[str, Any]:
+    """What `multihost.join` takes, with the rank found out if it was not given; empty for one host."""
+    if args.nnodes is None:
+        if args.node_rank is not None or args.coordinator is not None:
+            raise ValueError("--node-rank and --coordinator are for several hosts; give --nnodes, too")
+        return {}
+    from fastgen_jax import multihost
+
+    rank = multihost.detected_rank() if args.node_rank is None else args.node_rank
+    nodes = {"coordinator": args.coordinator, "num_processes": args.nnodes, "process_id": rank}
+    multihost.check(**nodes)
+    return nodes
+
+
+def _follow(args: argparse.Namespace, engine: dict[str, Any], nodes: dict[str, Any]) -> int:
+    """Be a host without the server."""
+    from fastgen_jax import multihost
+
+    multihost.wait_for_leader()
+    group = multihost.join(**nodes)
+    assert isinstance(group, multihost.Follower)
+    group.follow(args.model, revision=args.revision, **engine)
+    return 0
+
+
+def _run_replica(args: argparse.Namespace, engine: dict[str, Any], nodes: dict[str, Any]) -> int:
     from fastgen_jax.serving import replica_process
 
     for flag, name in _NOT_OF_A_REPLICA.items():
@@ -132,6 +172,7 @@ def _run_replica(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         name=args.served_model_name,
         revision=args.revision,
         engine=engine,
+        nodes=nodes,
         host=args.host,
         port=args.grpc_port,
         replica_class="".join(args.classes),
@@ -142,7 +183,7 @@ def _run_replica(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     return replica_process.FAILED if status == replica_process.CANNOT_LOAD else status
 
 
-def _settings(args: argparse.Namespace, engine: dict[str, Any]) -> "ServerSettings":
+def _settings(args: argparse.Namespace, engine: dict[str, Any], nodes: dict[str, Any]) -> "ServerSettings":
     from fastgen_jax.serving import deployments
     from fastgen_jax.serving.server import ServerSettings
 
@@ -161,6 +202,7 @@ def _settings(args: argparse.Namespace, engine: dict[str, Any]) -> "ServerSettin
         replica_classes=tuple(args.classes),
         remote=tuple(args.remote),
         engine=engine,
+        nodes=nodes,
         host=args.host,
         port=args.port,
         grpc_port=args.grpc_port,

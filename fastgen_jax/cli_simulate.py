@@ -42,7 +42,7 @@ REAL_LOAD = {"prompt_mean": 320, "output_mean": 30, "requests": 48}
 """What is served unless flags say otherwise; the second by a real engine on this machine."""
 
 SYNTHETIC = "synthetic"
-ENGINE_ONLY = ("dtype",)
+ENGINE_ONLY = ("dtype", "tensor_parallel")
 """Engine flags that say what is simulated rather than how it runs."""
 
 
@@ -79,7 +79,6 @@ def _add_system_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="MODEL", help=text)
     text = f"{', '.join(GPUS)}, or a .json file that describes another"
     group.add_argument("--gpu", metavar="GPU", help=text)
-    group.add_argument("--tp", metavar="N", type=int, default=1, help="GPUs that share the model (default 1)")
     group.add_argument("--table", metavar="FILE", type=Path, help="measured steps instead of --model and --gpu")
 
 
@@ -267,8 +266,8 @@ def _system(args: argparse.Namespace) -> "System":
     from fastgen_jax.bench.deployment import Deployment
     from fastgen_jax.gpus import get_gpu
 
-    dtype = given(args, EngineConfig).get("dtype") or "bfloat16"
-    return Deployment.of(args.model, get_gpu(args.gpu), tp=args.tp, dtype=dtype)
+    config = EngineConfig(**given(args, EngineConfig))
+    return Deployment.of(args.model, get_gpu(args.gpu), tp=config.tensor_parallel, dtype=config.dtype or "bfloat16")
 
 
 def _config(args: argparse.Namespace, *, prefix_caching: bool) -> "SimulatorConfig":

@@ -1,8 +1,10 @@
 """What the compilers print of a program, in figures: ptxas and Mosaic of a kernel, XLA of a whole program."""
 
 import functools
+import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -60,6 +62,7 @@ _NO_LAUNCH = {
 }
 _RUNS_OTHERS = ("while", "conditional", "call", "async-start")
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+_BITS = {"pred": 8, "s8": 8, "u8": 8, "f16": 16, "bf16": 16, "s32": 32, "u32": 32, "f32": 32, "s64": 64, "f64": 64}
 _KINDS = ("kernels", "fusions", "copies", "collectives", "custom_calls", "loops")
 
 
@@ -92,6 +95,33 @@ def count_launches(hlo: str) -> dict[str, int]:
         return counts
 
     return {kind: launches(entry)[kind] for kind in _KINDS}
+
+
+def exchanged(hlo: str) -> dict[str, tuple[int, int]]:
+    """Collective -> how often a compiled program has it, and the bytes of all its results on one device.
+
+    Instructions are counted, so those of a loop's body once.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for result, kind, is_async in re.findall(rf" = (.*?) ({'|'.join(_COLLECTIVES)})(-start)?\(", hlo):
+        sizes = [
+            _BITS[dtype] * math.prod(int(n) for n in dims.split(",") if n) // 8
+            for dtype, dims in re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", result)
+        ]
+        count, total = found.get(kind, (0, 0))
+        # What is begun has its operand in its result, too.
+        found[kind] = count + 1, total + (max(sizes) if is_async else sum(sizes))
+    return found
+
+
+def link_seconds(exchanged: Mapping[str, tuple[int, int]], num_devices: int, bandwidth: float) -> float:
+    """The least time of collectives around a ring of devices, each of which sends `bandwidth` bytes a second.
+
+    An all-reduce is a reduce-scatter and an all-gather; the others pass a device's part on to all the rest.
+    """
+    rounds = {"all-reduce": 2.0}
+    moved = sum(rounds.get(kind, 1.0) * total for kind, (_, total) in exchanged.items())
+    return moved * (num_devices - 1) / num_devices / bandwidth
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[tuple[str, str]]], str]:

@@ -52,13 +52,18 @@ def compile_only_device(gpu: Gpu) -> jax.Device:
 
     ValueError, one sentence, where the extra is not installed.
     """
+    return compile_only_devices(gpu, 1)[0]
+
+
+def compile_only_devices(gpu: Gpu, count: int) -> list[jax.Device]:
+    """`count` such devices of one host, for programs that share their work."""
     if sentence := missing():
         raise ValueError(sentence)
-    shape = "1x1x1"
+    shape = f"1x1x{count}"
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name=shape, target_config=target_config(gpu), topology=shape
     )
-    return topology.devices[0]
+    return list(topology.devices)
 
 
 def target_config(gpu: Gpu) -> str:

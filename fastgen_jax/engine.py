@@ -11,14 +11,15 @@ from typing import Any, Concatenate, cast
 
 import numpy as np
 
-from fastgen_jax import budget, defaults, pretrained, progress
+from fastgen_jax import budget, pretrained, progress
 from fastgen_jax.batch import Settings
 from fastgen_jax.intake import Intake, Messages, OnDelta, Prompt, dynamic_rope_len, prompt_list
 from fastgen_jax.low_level import LowLevel
 from fastgen_jax.models.layers import Params
+from fastgen_jax.orders import Group
 from fastgen_jax.reader import Reader
 from fastgen_jax.request import Sample
-from fastgen_jax.runner import ModelRunner, Pending, Report, one_dtype
+from fastgen_jax.runner import Pending, Report
 from fastgen_jax.scheduler import BlockPool, Row, Scheduler, Sequence, StepPlan
 from fastgen_jax.types import DEFAULT_MODEL, Delta, EngineConfig, EngineStats, Response, SamplingParams
 
@@ -59,6 +60,7 @@ class Engine:
         *,
         eos_token_ids: Seq[int] = (),
         default_params: Mapping[str, Any] | None = None,
+        group: Group | None = None,
         show_progress: bool | None = None,
         **config: Any,
     ):
@@ -67,6 +69,7 @@ class Engine:
         tokenizer: a transformers tokenizer; without one, prompts are token ids and responses have no text.
         eos_token_ids: tokens that end a sequence.
         default_params: SamplingParams fields for requests that bring no params of their own.
+        group: the processes that share the model, of which this one leads (`fastgen_jax.multihost`).
         show_progress: a bar on stderr while compiling; None is where stderr is a terminal.
         config: fields of `EngineConfig`.
         """
@@ -74,32 +77,11 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.default_params = SamplingParams(**(default_params or {}))
-        found = one_dtype(params).name
-        if self.config.dtype not in (None, found):
-            raise ValueError(f"dtype={self.config.dtype!r} does not fit params of {found}; cast them first")
-        if self.config.backend not in (None, model.backend.NAME):
-            raise ValueError(f"backend={self.config.backend!r} is not the model's, which is {model.backend.NAME!r}")
-        if self.config.compile_cache:
-            defaults.enable_compile_cache()
-        block_size = self.config.block_size or model.backend.DEFAULT_BLOCK_SIZE
-        longest = model.config.max_positions
-        wanted = self.config.max_model_len or longest
-        if wanted > longest:
-            raise ValueError(f"max_model_len={wanted} is more than the model's {longest} positions")
-        largest = budget.largest(self.config)
-        max_num_seqs = self.config.max_num_seqs or min(defaults.MAX_NUM_SEQS, largest)
-        self._runner = ModelRunner(
-            model,
-            params,
-            self.config,
-            max_num_batched_tokens=largest,
-            max_model_len=wanted,
-            max_num_seqs=max_num_seqs,
-            block_size=block_size,
-        )
-        block_pool = BlockPool(self._runner.num_blocks, block_size)
+        self._runner = pretrained.make_runner(model, params, self.config, group)
+        wanted, max_num_seqs = self.config.max_model_len, self._runner.max_num_seqs
+        block_pool = BlockPool(self._runner.num_blocks, self._runner.block_size)
         self.max_model_len = self._runner.max_model_len
-        if self.config.max_model_len and self.max_model_len < wanted:
+        if wanted and self.max_model_len < wanted:
             raise ValueError(
                 f"max_model_len={wanted} needs more than the pool's {self.max_model_len} tokens; "
                 f"raise num_blocks to {block_pool.blocks_needed(wanted - 1) + 1} or lower max_model_len"
@@ -148,15 +130,18 @@ class Engine:
         name: str = DEFAULT_MODEL,
         *,
         revision: str | None = None,
+        group: Group | None = None,
         show_progress: bool | None = None,
         **config: Any,
     ) -> "Engine":
         """An engine for a local folder, a .gguf file, a Hub id, or an alias such as "llama2-7b".
 
-        revision: branch, tag or commit on the Hub. config: fields of `EngineConfig`.
+        revision: branch, tag or commit on the Hub. group: as for `Engine`. config: fields of `EngineConfig`.
         """
-        found = pretrained.load(name, EngineConfig(**config), revision=revision, show_progress=show_progress)
-        return cls(**found._asdict(), show_progress=show_progress, **config)
+        found = pretrained.load(
+            name, EngineConfig(**config), revision=revision, group=group, show_progress=show_progress
+        )
+        return cls(**found._asdict(), group=group, show_progress=show_progress, **config)
 
     # Requests
 
@@ -244,8 +229,13 @@ class Engine:
         ValueError unless `params` has the names, shapes and dtypes of the present ones. Sequences in
         flight go on with K/V that the old weights computed; none that begins later shares these.
         """
+        self._runner.check_not_shared("update_params")
         self._runner.update_params(params)
         self._scheduler.forget_cache()
+
+    def close(self) -> None:
+        """Let go of the processes that share the model, if any do; the engine cannot be used any more."""
+        self._runner.close()
 
     @property
     def params(self) -> Params:
@@ -350,6 +340,7 @@ class Engine:
         Returns float32 logits [len(ids), V] after each one's last token. The sequences keep their KV blocks
         until `flush`; until then the engine takes no requests. For parity checks and research.
         """
+        self._runner.check_not_shared("put")
         if not self._scheduler.has_work and self._pending is not None:  # dead rows of an aborted request
             self._advance()
         if self._scheduler.has_work:
@@ -538,9 +529,8 @@ class Engine:
         return self._intake.settings(sample)
 
     def _warm_up(self, show_progress: bool | None) -> None:
-        programs = self._runner.programs
-        keys = list(programs.keys())
+        keys = list(self._runner.programs.keys())
         with progress.bar("compiling", len(keys), show_progress, "programs") as advance:
             for key in keys:
-                programs.get(*key)
+                self._runner.compile(*key)
                 advance(1)

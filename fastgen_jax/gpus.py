@@ -29,6 +29,18 @@ LIMITS = {
 }
 
 
+LINKS = {
+    "NVIDIA A100-SXM4-80GB": 300e9,
+    "NVIDIA H100 80GB HBM3": 450e9,
+    "NVIDIA H200": 450e9,
+    "NVIDIA B200": 900e9,
+}
+"""NVLink, bytes a second in one direction, half of the datasheets' figure; by the driver's name of the GPU."""
+
+PCIE_LINK = 32e9
+"""PCIe 4.0 x16, bytes a second in one direction: of every GPU without an NVLink above."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One GPU.
@@ -63,6 +75,11 @@ class Gpu:
     def bandwidth(self) -> float:
         """Bytes a second."""
         return self.bandwidth_gb_s * 1e9
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes a second to another GPU of the host, in one direction."""
+        return LINKS.get(self.name, PCIE_LINK)
 
     def flops(self, dtype: str) -> float:
         """Operations a second of matmuls: tensor cores for the 16-bit dtypes; true float32 has none."""

@@ -17,9 +17,11 @@ CPU_POOL_BYTES = 1 << 30
 """What the pool may take on a CPU unless num_blocks says otherwise."""
 
 
-def block_bytes(config: Any, backend: Backend, block_size: int, dtype: Any) -> int:
-    """Bytes of one block over all layers, K and V together."""
-    shapes = backend.pool_shapes(1, block_size, config.num_kv_heads, config.head_dim)
+def block_bytes(model: Any, block_size: int, dtype: Any) -> int:
+    """Bytes of one block over all layers, K and V together, on one device."""
+    config = model.config
+    num_kv_heads = model.shards.local_kv_heads(config.num_kv_heads)
+    shapes = model.backend.pool_shapes(1, block_size, num_kv_heads, config.head_dim)
     return sum(math.prod(shape) for shape in shapes) * config.num_layers * jnp.dtype(dtype).itemsize
 
 
@@ -53,9 +55,16 @@ def size_pool(num_bytes: int, bytes_per_block: int, most: int, step_bytes: Calla
     return fit_blocks(num_bytes - step_bytes(num_blocks), bytes_per_block, most)
 
 
-def allocate(config: Any, backend: Backend, num_blocks: int, block_size: int, dtype: Any) -> list[LayerKV]:
-    """A zeroed pool for every layer, K and V apart, in the backend's layout."""
+def allocate(model: Any, num_blocks: int, block_size: int, dtype: Any) -> list[LayerKV]:
+    """A zeroed pool for every layer, K and V apart, in the backend's layout; of all shards together."""
+    config = model.config
+    num_kv_heads = model.shards.pool_kv_heads(config.num_kv_heads)
     return [
-        backend.allocate(num_blocks, block_size, config.num_kv_heads, config.head_dim, dtype)
+        model.backend.allocate(num_blocks, block_size, num_kv_heads, config.head_dim, dtype)
         for _ in range(config.num_layers)
     ]
+
+
+def axes(backend: Backend) -> tuple[str | None, ...]:
+    """The logical axes of a layer's pools, which have four."""
+    return tuple("kv_heads" if axis == backend.HEADS_AXIS else None for axis in range(4))

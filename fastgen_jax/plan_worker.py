@@ -12,11 +12,13 @@ import jax
 
 from fastgen_jax import progress, roofline
 from fastgen_jax.checkpoint.config_only import read_config
-from fastgen_jax.compiler_output import count_launches
-from fastgen_jax.deviceless import compile_only_device, record_shared_memory
+from fastgen_jax.compiler_output import count_launches, exchanged, link_seconds
+from fastgen_jax.deviceless import compile_only_devices, record_shared_memory
 from fastgen_jax.gpus import get_gpu
+from fastgen_jax.models import family
 from fastgen_jax.plan import MAX_TP, Request, size_text
 from fastgen_jax.programs import Key, Programs
+from fastgen_jax.sharding import check_heads
 from fastgen_jax.sizing import Sizing, compile_all, num_bytes
 from fastgen_jax.types import EngineConfig
 
@@ -41,18 +43,24 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
     gpu, hf_config = get_gpu(request.gpu), read_config(request.model)
 
     def sized(
-        tp: int = request.tp, dtype: str | None = config.dtype, mem_fraction: float = request.mem_fraction
+        tp: int = request.tp,
+        dtype: str | None = config.dtype,
+        mem_fraction: float = request.mem_fraction,
+        devices: list[jax.Device] | None = None,
     ) -> Sizing:
         other = EngineConfig(**{**request.config, "dtype": dtype})
-        return Sizing(hf_config, gpu, other, tp=tp, mem_fraction=mem_fraction)
+        return Sizing(hf_config, gpu, other, tp=tp, mem_fraction=mem_fraction, devices=devices)
 
-    sizing = sized()
+    check_heads(family(hf_config.get("model_type", "")).from_hf(hf_config), request.tp)
+    devices = compile_only_devices(gpu, request.tp)
+    sizing = sized(devices=devices)
     report = {
         "model": request.model,
         "gpu": request.gpu,
         "gpu_name": gpu.name,
         "gpu_source": gpu.source,
         "tp": request.tp,
+        "link_gb_s": gpu.link_bandwidth / 1e9,
         "dtype": sizing.dtype,
         "backend": sizing.backend.NAME,
         "backend_reason": sizing.backend_reason,
@@ -66,7 +74,7 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
         "weights_bytes": sizing.weights_bytes,
         "block_bytes": sizing.block_bytes,
     }
-    planner = _Planner(request, sizing, sized)
+    planner = _Planner(request, sizing, sized, devices)
     report |= planner.sizes()
     return report | planner.programs() if report["fits"] and every_bucket else report
 
@@ -74,10 +82,12 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
 class _Planner:
     """The parts of a report that take the compiler."""
 
-    def __init__(self, request: Request, sizing: Sizing, sized: Callable[..., Sizing]):
+    def __init__(
+        self, request: Request, sizing: Sizing, sized: Callable[..., Sizing], devices: list[jax.Device]
+    ) -> None:
         """sized: the same with another `tp`, `dtype` or `mem_fraction`."""
         self.request, self.sizing, self.sized = request, sizing, sized
-        self.device = compile_only_device(sizing.gpu)
+        self.device = devices[0]
         self.num_blocks = 0
 
     def sizes(self) -> dict[str, Any]:
@@ -146,8 +156,11 @@ class _Planner:
         def describe(key: Key, scale: int) -> dict[str, Any]:
             compiled = programs.get(*key)
             memory = compiled.memory_analysis()
-            counts = count_launches(compiled.as_text())
+            hlo = compiled.as_text()
+            counts, sent = count_launches(hlo), exchanged(hlo)
             return {
+                "exchanged": {kind: {"count": n, "bytes": total} for kind, (n, total) in sent.items()},
+                "link_s": link_seconds(sent, s.tp, s.gpu.link_bandwidth),
                 "temp_bytes": memory.temp_size_in_bytes,
                 "aliased_bytes": memory.alias_size_in_bytes,
                 "output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -183,14 +196,13 @@ class _Planner:
         def fits(**change: Any) -> bool:
             try:
                 other = self.sized(**change)
-            except ValueError:  # this tp does not divide the heads
+            except ValueError:  # such a tp cannot share the heads out
                 return False
             length = s.config.max_model_len or min(s.wanted_len, USUAL_LEN)
             blocks = 1 + other.blocks_for(length)
             return other.free_bytes >= (step or other.budget_bytes // 50) + blocks * other.block_bytes
 
-        tps = (tp for tp in range(s.tp + 1, MAX_TP + 1) if s.model_config.num_kv_heads * s.tp % tp == 0)
-        shared = next((tp for tp in tps if fits(tp=tp)), None)
+        shared = next((tp for tp in range(s.tp + 1, MAX_TP + 1) if fits(tp=tp)), None)
         found: list[dict[str, Any]] = [] if shared is None else [{"tp": shared}]
         if s.dtype == "float32" and fits(dtype="bfloat16"):
             found.append({"dtype": "bfloat16"})

@@ -1,13 +1,16 @@
 """From a model's name to everything an engine is made of."""
 
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fastgen_jax import checkpoint, defaults, kernels, models
+from fastgen_jax import budget, checkpoint, defaults, kernels, models
 from fastgen_jax.models.layers import Params
+from fastgen_jax.orders import Group
+from fastgen_jax.runner import ModelRunner, one_dtype
+from fastgen_jax.sharding import WHOLE, Shards, check_heads
 from fastgen_jax.types import EngineConfig
 
 
@@ -21,30 +24,110 @@ class Pretrained(NamedTuple):
     default_params: dict[str, Any]
 
 
-def load(name: str, config: EngineConfig, *, revision: str | None, show_progress: bool | None) -> Pretrained:
-    """Find a model and load it; a model that is not supported is refused before its tensors are read."""
+def load(
+    name: str,
+    config: EngineConfig,
+    *,
+    revision: str | None,
+    group: Group | None = None,
+    show_progress: bool | None,
+) -> Pretrained:
+    """Find a model and load it; a model that is not supported is refused before its tensors are read.
+
+    group: processes that share it, each of which calls this: ValueError unless they have the same model and versions.
+    """
     found = checkpoint.resolve(name, revision=revision)
-    family = models.family(found.hf_config.get("model_type", ""))
-    model_config = family.from_hf(found.hf_config)
+    if group is not None:
+        group.agree(_facts(config, found))
+    model_config = models.family(found.hf_config.get("model_type", "")).from_hf(found.hf_config)
     dtype = config.dtype or defaults.dtype()
+    shards = shards_for(config.tensor_parallel, model_config)
     backend = kernels.choose_backend(
-        config.backend,
-        head_dim=model_config.head_dim,
-        num_heads=model_config.num_heads,
-        num_kv_heads=model_config.num_kv_heads,
-        block_size=config.block_size,
-        dtype=jnp.dtype(dtype),
+        config.backend, **shards.head_sizes(model_config), block_size=config.block_size, dtype=jnp.dtype(dtype)
     )
-    model = family.Model(model_config, backend)
-    shapes = jax.eval_shape(partial(models.init_params, model), jax.random.key(0))
     tokenizer = found.tokenizer()
-    params = checkpoint.load_params(
-        found.open(),
-        shapes,
-        dtype=dtype,
-        fused=model_config.fused,
-        tied=model_config.tie_word_embeddings,
-        progress=show_progress,
-    )
+    model, params = load_model(found, model_config, backend, dtype, shards, show_progress)
     eos = defaults.eos_token_ids(found.generation_config, found.hf_config, {"eos_token_id": tokenizer.eos_token_id})
     return Pretrained(model, params, tokenizer, eos, defaults.sampling(found.generation_config))
+
+
+def load_model(
+    found: checkpoint.Checkpoint,
+    model_config: Any,
+    backend: kernels.Backend,
+    dtype: str,
+    shards: Shards,
+    show_progress: bool | None,
+) -> tuple[Any, Params]:
+    """The model of a checkpoint, and its params, each device's in its memory."""
+    family = models.family(found.hf_config["model_type"])
+    model = family.Model(model_config, backend, shards)
+    shapes, axes = models.param_shapes(model)
+    whole, cut = shapes, None
+    if shards.size > 1:
+        whole, _ = models.param_shapes(model.clone(shards=WHOLE))
+        cut = checkpoint.Cut(shards, shapes, axes, model_config.fused(shards))
+    params = checkpoint.load_params(
+        found.open(),
+        whole,
+        dtype=dtype,
+        fused=model_config.fused(),
+        tied=model_config.tie_word_embeddings,
+        cut=cut,
+        progress=show_progress,
+    )
+    return model, params
+
+
+def _facts(config: EngineConfig, found: checkpoint.Checkpoint) -> dict[str, str]:
+    """What processes that share a model must have in common, by name."""
+    return {
+        "the engine's configuration": repr(replace(config, seed=0)),  # only the leader draws seeds
+        "the checkpoint's fingerprint": found.fingerprint(),
+    }
+
+
+def shards_for(tensor_parallel: int, model_config: Any) -> Shards:
+    """The first `tensor_parallel` devices, with a part of the model each; ValueError if it or they do not suffice."""
+    check_heads(model_config, tensor_parallel)
+    devices = jax.devices()
+    if tensor_parallel > len(devices):
+        hint = f"; XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel} makes as many of a CPU"
+        raise ValueError(
+            f"tensor_parallel={tensor_parallel} is more than the devices that JAX sees, {len(devices)}"
+            + (hint if devices[0].platform == "cpu" else "")
+        )
+    if jax.process_count() > 1 and tensor_parallel != len(devices):
+        raise ValueError(
+            f"tensor_parallel={tensor_parallel} leaves out some of the {len(devices)} devices that "
+            f"{jax.process_count()} processes have; it must be {len(devices)}"
+        )
+    return Shards.over(devices[:tensor_parallel])
+
+
+def make_runner(model: Any, params: Params, config: EngineConfig, group: Group | None = None) -> ModelRunner:
+    """The device's side of an engine; ValueError where `config`, the model and its params do not fit together."""
+    found = one_dtype(params).name
+    if config.dtype not in (None, found):
+        raise ValueError(f"dtype={config.dtype!r} does not fit params of {found}; cast them first")
+    if config.backend not in (None, model.backend.NAME):
+        raise ValueError(f"backend={config.backend!r} is not the model's, which is {model.backend.NAME!r}")
+    if config.tensor_parallel not in (1, size := model.shards.size):
+        raise ValueError(f"tensor_parallel={config.tensor_parallel} is not the model's, which has {size} shards")
+    if config.compile_cache:
+        defaults.enable_compile_cache()
+    longest = model.config.max_positions
+    wanted = config.max_model_len or longest
+    if wanted > longest:
+        raise ValueError(f"max_model_len={wanted} is more than the model's {longest} positions")
+    largest = budget.largest(config)
+    return ModelRunner(
+        model,
+        params,
+        config,
+        max_num_batched_tokens=largest,
+        max_model_len=wanted,
+        max_num_seqs=config.max_num_seqs or min(defaults.MAX_NUM_SEQS, largest),
+        block_size=config.block_size or model.backend.DEFAULT_BLOCK_SIZE,
+        group=group,
+    )

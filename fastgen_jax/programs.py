@@ -7,7 +7,7 @@ output, and the head not for every bucket of tokens. Beside the plain head there
 log-probabilities too, one that returns the logits, and one for the log-probabilities of a prompt.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,13 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fastgen_jax import kv_pool
 from fastgen_jax.batch import NUM_INTS, NUM_SETTINGS, Layout, Settings, bucket_for, bucket_ladder
-from fastgen_jax.kv_pool import LayerKV
+from fastgen_jax.kv_pool import LayerKV, axes
 from fastgen_jax.models.layers import Params
 from fastgen_jax.sampling import logprobs, sample
 from fastgen_jax.sampling_state import SamplingRows, SamplingState, set_row
+from fastgen_jax.sharding import multiple_of
 from fastgen_jax.types import MAX_LOGPROBS
 
 ROW_COLUMNS = 3 + NUM_SETTINGS
@@ -29,6 +31,12 @@ ROW_COLUMNS = 3 + NUM_SETTINGS
 
 LOGPROB_CHUNK = 64
 """Rows whose logits over the vocabulary exist at once for a prompt's log-probabilities."""
+
+PROGRAMS = ("backbone", "sample", "sample_logprobs", "logits", "prompt_logprobs", "set_row")
+"""What is compiled; all but the last for a ladder of buckets."""
+
+EVERYWHERE = PartitionSpec()
+"""Of what every device has whole."""
 
 Key = tuple[str, int]
 """A program: its name and its bucket."""
@@ -43,7 +51,10 @@ def backbone(
     token_pool: Array,
     buffer: Array,
 ) -> tuple[Array, Array, Array, list[LayerKV], Array]:
-    """-> hidden [T, E], last hidden of each row [max_num_seqs, E], rows int32 [max_num_seqs, ROW_COLUMNS], pools."""
+    """-> hidden [T, E], last hidden of each row [R, E], rows int32 [R, ROW_COLUMNS], pools.
+
+    R is `layout.max_num_seqs`, made up to a multiple of the shards, which share the rows out when they sample.
+    """
     arrays = layout.split(buffer, bucket)
     batch, token_pool = layout.unpack(arrays, token_pool)
     hidden, kv_pool = model.apply({"params": params}, batch, kv_pool)
@@ -57,7 +68,7 @@ def backbone(
         ),
         axis=1,
     )
-    missing = ((0, layout.max_num_seqs - last.shape[0]), (0, 0))
+    missing = ((0, multiple_of(model.shards.size, layout.max_num_seqs) - last.shape[0]), (0, 0))
     return hidden, jnp.pad(last, missing), jnp.pad(rows, missing), kv_pool, token_pool
 
 
@@ -65,31 +76,36 @@ def head(
     model: Any, report: bool, num_rows: int, params: Params, state: SamplingState, last: Array, rows: Array
 ) -> tuple[Any, SamplingState]:
     """Sample the first `num_rows` rows -> (tokens int32 [S] or, to `report`, (tokens, *logprobs)), state."""
-    logits = model.apply({"params": params}, last[:num_rows], method="logits")
+    shards, rows = model.shards, rows[: multiple_of(model.shards.size, num_rows)]
+    logits = row_logits(model, num_rows, params, last)
+    mine, _ = sampling_rows(shards.my_rows(rows))
+    tokens = sample(logits, mine, state)
+    found = (tokens, *logprobs(logits, tokens, num_reported(logits))) if report else (tokens,)
+    found = jax.tree.map(lambda x: shards.all_rows(x)[:num_rows], found)
     sampling, samples = sampling_rows(rows[:num_rows])
-    tokens = sample(logits, sampling, state)
     slot = jnp.where(samples, sampling.slot, state.token_pool.shape[0])
-    token_pool = state.token_pool.at[slot, sampling.num_tokens].set(tokens, mode="drop")
-    state = replace(state, token_pool=token_pool)
-    return ((tokens, *logprobs(logits, tokens, num_reported(logits))) if report else tokens), state
+    token_pool = state.token_pool.at[slot, sampling.num_tokens].set(found[0], mode="drop")
+    return (found if report else found[0]), replace(state, token_pool=token_pool)
 
 
 def row_logits(model: Any, num_rows: int, params: Params, last: Array) -> Array:
-    """float32 [S, V] of the first `num_rows` rows."""
-    return model.apply({"params": params}, last[:num_rows], method="logits")
+    """float32 [S, V] of the first `num_rows` rows; of a shard its share of them, `num_rows` made up to a multiple."""
+    logits = model.apply({"params": params}, last[: multiple_of(model.shards.size, num_rows)], method="logits")
+    return model.shards.columns_to_rows(logits, model.config.vocab_size)
 
 
 def prompt_logprobs(model: Any, params: Params, hidden: Array, targets: Array) -> tuple[Array, Array, Array]:
     """Log-probabilities of `targets` int32 [T] after hidden [T, E], a chunk of rows at a time."""
-    num_tokens = hidden.shape[0]
-    chunk = min(LOGPROB_CHUNK, num_tokens)
+    num_tokens, shards = hidden.shape[0], model.shards
+    chunk = multiple_of(shards.size, min(LOGPROB_CHUNK, num_tokens))
     missing = -num_tokens % chunk
     hidden = jnp.pad(hidden, ((0, missing), (0, 0))).reshape(-1, chunk, hidden.shape[1])
     targets = jnp.pad(targets, (0, missing)).reshape(-1, chunk)
 
     def one_chunk(args: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        logits = model.apply({"params": params}, args[0], method="logits")
-        return logprobs(logits, args[1], num_reported(logits))
+        logits = row_logits(model, chunk, params, args[0])
+        found = logprobs(logits, shards.my_rows(args[1]), num_reported(logits))
+        return jax.tree.map(shards.all_rows, found)
 
     out = jax.lax.map(one_chunk, (hidden, targets))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], out)
@@ -135,8 +151,8 @@ class Programs:
         self._shapes = {
             "params": shapes_of(params),
             "head_params": shapes_of(model.head_params(params)),
-            "kv_pool": shapes_of(kv_pool),
-            "state": shapes_of(state),
+            "kv_pool": placed(kv_pool, model.shards.sharding(*axes(model.backend))),
+            "state": placed(state, model.shards.sharding()),
         }
         self._dtype = kv_pool[0][0].dtype
         self._compiled: dict[Key, jax.stages.Compiled] = {}
@@ -157,7 +173,7 @@ class Programs:
     ) -> "Programs":
         """Those of an engine of these sizes; `params` may be shapes. few: buckets of less than `batch.MIN_BUCKET`."""
         dtype = jax.tree.leaves(params)[0].dtype
-        pool = jax.eval_shape(lambda: kv_pool.allocate(model.config, model.backend, num_blocks, block_size, dtype))
+        pool = jax.eval_shape(lambda: kv_pool.allocate(model, num_blocks, block_size, dtype))
         state = jax.eval_shape(lambda: SamplingState.allocate(max_num_seqs, max_model_len, model.config.vocab_size))
         return cls(
             model,
@@ -180,14 +196,8 @@ class Programs:
 
     def keys(self) -> Iterator[Key]:
         """Every program there is, the backbones first."""
-        for name, ladder in (
-            ("backbone", self.buckets),
-            ("sample", self.row_buckets),
-            ("sample_logprobs", self.row_buckets),
-            ("logits", self.row_buckets),
-            ("prompt_logprobs", self.buckets),
-            ("set_row", [1]),
-        ):
+        ladders = (self.buckets, self.row_buckets, self.row_buckets, self.row_buckets, self.buckets, [1])
+        for name, ladder in zip(PROGRAMS, ladders, strict=True):
             yield from ((name, bucket) for bucket in ladder)
 
     def get(self, name: str, bucket: int) -> jax.stages.Compiled:
@@ -207,29 +217,44 @@ class Programs:
 
     def lower(self, name: str, bucket: int) -> jax.stages.Lowered:
         """One program, traced for its shapes but not compiled."""
-        s, slots = self._shapes, self.layout.max_num_seqs
+        s, model, shards = self._shapes, self.model, self.model.shards
         state, head_params = s["state"], s["head_params"]
 
-        def ints(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
+        def everywhere(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=shards.sharding())
 
-        embed_dim = self.model.config.embed_dim
-        last = jax.ShapeDtypeStruct((slots, embed_dim), self._dtype)
-        rows = ints(slots, ROW_COLUMNS)
+        def ints(*shape: int) -> jax.ShapeDtypeStruct:
+            return everywhere(shape, jnp.int32)
+
+        embed_dim = model.config.embed_dim
+        num_rows = multiple_of(shards.size, self.layout.max_num_seqs)
+        last, rows = everywhere((num_rows, embed_dim), self._dtype), ints(num_rows, ROW_COLUMNS)
         if name == "backbone":
-            run = jax.jit(partial(backbone, self.model, self.layout, bucket), donate_argnums=(1, 2))
-            return run.lower(s["params"], s["kv_pool"], state.token_pool, ints(self.layout.buffer_size(bucket)))
+            pool = shards.spec(axes(model.backend))
+            out = (EVERYWHERE, EVERYWHERE, EVERYWHERE, pool, EVERYWHERE)
+            given = (s["params"], s["kv_pool"], state.token_pool, ints(self.layout.buffer_size(bucket)))
+            return self._lower(partial(backbone, model, self.layout, bucket), *given, out=out, donate=(1, 2))
         if name in ("sample", "sample_logprobs"):
-            run = jax.jit(partial(head, self.model, name == "sample_logprobs", bucket), donate_argnums=(1,))
-            return run.lower(head_params, state, last, rows)
+            run = partial(head, model, name == "sample_logprobs", bucket)
+            return self._lower(run, head_params, state, last, rows, donate=(1,))
         if name == "logits":
-            return jax.jit(partial(row_logits, self.model, bucket)).lower(head_params, last)
+            return self._lower(partial(row_logits, model, bucket), head_params, last, out=shards.spec(("vocab",)))
         if name == "prompt_logprobs":
-            hidden = jax.ShapeDtypeStruct((bucket, embed_dim), self._dtype)
-            return jax.jit(partial(prompt_logprobs, self.model)).lower(head_params, hidden, ints(bucket))
+            hidden = everywhere((bucket, embed_dim), self._dtype)
+            return self._lower(partial(prompt_logprobs, model), head_params, hidden, ints(bucket))
         per_request = (state.allowed_bits, state.stop_bits, state.bias_ids, state.bias_values)
-        row = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in per_request]
-        return jax.jit(set_row, donate_argnums=(0,)).lower(state, ints(), *row)
+        row = [everywhere(x.shape[1:], x.dtype) for x in per_request]
+        return self._lower(set_row, state, ints(), *row, donate=(0,))
+
+    def _lower(
+        self, run: Callable[..., Any], *given: Any, out: Any = EVERYWHERE, donate: tuple[int, ...] = ()
+    ) -> jax.stages.Lowered:
+        """`run` traced for shapes, each device running it on its shards. out: `PartitionSpec`s of what it returns."""
+        if (mesh := self.model.shards.mesh) is not None:
+            specs = jax.tree.map(lambda x: x.sharding.spec, given)
+            # What is replicated is so by construction; the check knows no Pallas kernels.
+            run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        return jax.jit(run, donate_argnums=donate).lower(*given)
 
 
 def _up_to(ladder: list[int], size: int) -> list[int]:
@@ -238,4 +263,15 @@ def _up_to(ladder: list[int], size: int) -> list[int]:
 
 
 def shapes_of(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    """Shapes and dtypes of arrays, and for what is shared out over devices how."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = x.sharding if isinstance(x.sharding, NamedSharding) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree)
+
+
+def placed(tree: Any, sharding: NamedSharding | None) -> Any:
+    """The shapes of `tree` with a sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

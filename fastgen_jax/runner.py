@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from jax import Array
 from fastgen_jax import kv_pool
 from fastgen_jax.batch import FEW_TOKENS, Packer, Settings, SettingsOf, SplitsOf, bucket_for
 from fastgen_jax.models.layers import Params
-from fastgen_jax.programs import Programs
+from fastgen_jax.orders import Alone, Group, Order
+from fastgen_jax.programs import PROGRAMS, Programs
 from fastgen_jax.sampling_state import SamplingState
 from fastgen_jax.scheduler import Row, StepPlan
 from fastgen_jax.scheduler.split_plan import SplitPlanner
@@ -52,7 +54,9 @@ class ModelRunner:
     """Runs step plans on the device, in the order they are dispatched.
 
     max_num_batched_tokens: of the largest step. max_model_len: at most; it shrinks to what the pool holds.
-    num_blocks: of the pool, as built.
+    num_blocks: of the pool, as built; block_size: tokens in each.
+    group: the processes that share the model. Whatever this runner does with its device is an `Order`, which theirs
+        `execute`, too.
     """
 
     def __init__(
@@ -65,43 +69,75 @@ class ModelRunner:
         max_model_len: int,
         max_num_seqs: int,
         block_size: int,
+        group: Group | None = None,
     ):
+        self._group = group or Alone()
         self.model = model
         self.dtype = one_dtype(params)
         self.params = jax.tree.map(jnp.asarray, params)
-        (self._device,) = jax.tree.leaves(self.params)[0].devices()
-        self._block_size, self._max_num_seqs = block_size, max_num_seqs
+        self._device, *self._others = model.shards.devices_of(self.params)
+        self.block_size, self.max_num_seqs = block_size, max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self.num_blocks = config.num_blocks or self._fit_blocks(config.gpu_memory_utilization, max_model_len)
+        num_blocks = config.num_blocks or self._fit_blocks(config.gpu_memory_utilization, max_model_len)
+        self.num_blocks = self._group.least(num_blocks)
         self.max_model_len = min(max_model_len, (self.num_blocks - 1) * block_size + 1)
         self.programs = self._programs(self.num_blocks, self.max_model_len)
-        self.reset()
+        self._do_reset()
+
+    def execute(self, order: Order) -> Any:
+        """Do what the runner that gave the order does."""
+        return getattr(self, f"_do_{order.kind}")(*order.numbers, *order.arrays)
+
+    def _order(self, kind: str, *numbers: int, arrays: tuple[np.ndarray, ...] = ()) -> Any:
+        order = Order(kind, numbers, arrays)
+        self._group.tell(order)
+        return self.execute(order)
+
+    def check_not_shared(self, method: str) -> None:
+        """ValueError where other processes have a part of the model."""
+        if not isinstance(self._group, Alone):
+            raise ValueError(f"{method} needs the whole model in this process, and others share it")
+
+    def close(self) -> None:
+        """Let the other processes of the group go."""
+        self._group.close()
 
     def reset(self) -> None:
         """Forget every sequence: empty pools, and no tenant in any slot."""
+        self._order("reset")
+
+    def limit(self, max_num_batched_tokens: int) -> None:
+        """Keep only the buckets that steps of at most so many tokens need."""
+        self._order("limit", max_num_batched_tokens)
+
+    def compile(self, name: str, bucket: int) -> None:
+        """Have a program of `programs.keys()` ready."""
+        self._order("compile", list(PROGRAMS).index(name), bucket)
+
+    def _do_reset(self) -> None:
         self.kv_pool = self._allocate_pool(self.num_blocks)
         self.state = self._allocate_state(self.max_model_len)
         self.packer = Packer(self.programs.layout, self.programs.buckets, self._split_planner())
 
-    def limit(self, max_num_batched_tokens: int) -> None:
-        """Keep only the buckets that steps of at most so many tokens need."""
+    def _do_limit(self, max_num_batched_tokens: int) -> None:
         self.programs.limit(max_num_batched_tokens)
         self.packer.buckets = self.programs.buckets
 
+    def _do_compile(self, index: int, bucket: int) -> None:
+        self.programs.get(PROGRAMS[index], bucket)
+
     def _split_planner(self) -> SplitsOf | None:
         """Dynamic SplitKV's plan for each step, if the backend's kernels take one."""
-        config = self.model.config
-        limits = self.model.backend.split_limits(
-            config.head_dim, config.num_heads, config.num_kv_heads, self._block_size, self.dtype
-        )
+        config, sizes = self.model.config, self.model.shards.head_sizes(self.model.config)
+        limits = self.model.backend.split_limits(**sizes, block_size=self.block_size, dtype=self.dtype)
         if limits is None:
             return None
         num_readers, max_extra = limits
         windows = [window for window in config.windows if window is not None]
         planner = SplitPlanner(
-            config.num_kv_heads,
+            sizes["num_kv_heads"],
             num_readers,
-            self._block_size,
+            self.block_size,
             max_extra=max_extra,
             window=max(windows) if len(windows) == config.num_layers else None,
         )
@@ -114,9 +150,9 @@ class ModelRunner:
 
     def _fit_blocks(self, utilization: float, max_model_len: int) -> int:
         """How many blocks there is memory for."""
-        per_block = kv_pool.block_bytes(self.model.config, self.model.backend, self._block_size, self.dtype)
-        most = self._max_num_seqs * -(-max_model_len // self._block_size) + 1
-        free_bytes = kv_pool.free_bytes(self._device, utilization)
+        per_block = kv_pool.block_bytes(self.model, self.block_size, self.dtype)
+        most = self.max_num_seqs * -(-max_model_len // self.block_size) + 1
+        free_bytes = min(kv_pool.free_bytes(device, utilization) for device in (self._device, *self._others))
         if self._device.platform == "cpu":
             return kv_pool.fit_blocks(free_bytes, per_block, most)
         return kv_pool.size_pool(
@@ -128,18 +164,26 @@ class ModelRunner:
             self.model,
             self.params,
             num_blocks=num_blocks,
-            block_size=self._block_size,
+            block_size=self.block_size,
             max_model_len=max_model_len,
-            max_num_seqs=self._max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
             few=FEW_TOKENS if self._device.platform == "cpu" and self.dtype == jnp.float32 else (),
         )
 
     def _allocate_pool(self, num_blocks: int) -> list[kv_pool.LayerKV]:
-        return kv_pool.allocate(self.model.config, self.model.backend, num_blocks, self._block_size, self.dtype)
+        sharding = self.model.shards.sharding(*kv_pool.axes(self.model.backend))
+        allocate = partial(kv_pool.allocate, self.model, num_blocks, self.block_size, self.dtype)
+        return self._made(allocate, sharding)
 
     def _allocate_state(self, max_model_len: int) -> SamplingState:
-        return SamplingState.allocate(self._max_num_seqs, max_model_len, self.model.config.vocab_size)
+        vocab_size = self.model.config.vocab_size
+        allocate = partial(SamplingState.allocate, self.max_num_seqs, max_model_len, vocab_size)
+        return self._made(allocate, self.model.shards.sharding())
+
+    def _made(self, make: Callable[[], Any], sharding: jax.sharding.NamedSharding | None) -> Any:
+        """What `make` returns, made where it will lie: no device has to hold all of it first."""
+        return make() if sharding is None else jax.jit(make, out_shardings=sharding)()
 
     def dispatch(
         self, plan: StepPlan, settings_of: SettingsOf, *, report: bool, wants_prompt: Callable[[Row], bool]
@@ -149,26 +193,39 @@ class ModelRunner:
         settings_of: the settings of a sequence, asked when it first appears in its slot.
         report: fetch log-probabilities of the samples. wants_prompt: whether those of a row's prompt are wanted.
         """
-        hidden, last, rows = self._backbone(plan, settings_of)
+        buffer, bucket = self.packer.pack(plan, settings_of)
         num_rows = bucket_for(self.programs.row_buckets, len(plan.rows))
-        program = self.programs.get("sample_logprobs" if report else "sample", num_rows)
-        sampled, self.state = program(self._head_params, self.state, last, rows)
-        prompt, bucket = None, hidden.shape[0]
-        if any(wants_prompt(row) for row in plan.rows):
-            targets = prompt_targets(plan, bucket)
-            prompt = self.programs.get("prompt_logprobs", bucket)(self._head_params, hidden, targets)
+        targets = (prompt_targets(plan, bucket),) if any(wants_prompt(row) for row in plan.rows) else ()
+        sampled, prompt = self._order("step", bucket, num_rows, report, arrays=(buffer, *targets))
         for array in jax.tree.leaves((sampled, prompt)):
             array.copy_to_host_async()
         return Pending(plan, bucket - plan.num_tokens, sampled, prompt)
 
+    def _do_step(
+        self, bucket: int, num_rows: int, report: bool, buffer: np.ndarray, targets: np.ndarray | None = None
+    ) -> tuple[Any, Any]:
+        hidden, last, rows = self._backbone(bucket, buffer)
+        program = self.programs.get("sample_logprobs" if report else "sample", num_rows)
+        sampled, self.state = program(self._head_params, self.state, last, rows)
+        if targets is None:
+            return sampled, None
+        return sampled, self.programs.get("prompt_logprobs", bucket)(self._head_params, hidden, targets)
+
     def logits(self, plan: StepPlan) -> np.ndarray:
         """Run a step and return float32 logits [rows, V] after each row's last token."""
-        _, last, _ = self._backbone(plan, lambda seq: Settings(num_prompt_tokens=len(seq.prompt_token_ids)))
-        program = self.programs.get("logits", bucket_for(self.programs.row_buckets, len(plan.rows)))
-        return np.asarray(program(self._head_params, last))[: len(plan.rows)]
+        buffer, bucket = self.packer.pack(plan, lambda seq: Settings(num_prompt_tokens=len(seq.prompt_token_ids)))
+        num_rows = bucket_for(self.programs.row_buckets, len(plan.rows))
+        return np.asarray(self._order("logits", bucket, num_rows, arrays=(buffer,)))[: len(plan.rows)]
+
+    def _do_logits(self, bucket: int, num_rows: int, buffer: np.ndarray) -> Array:
+        _, last, _ = self._backbone(bucket, buffer)
+        return self.programs.get("logits", num_rows)(self._head_params, last)
 
     def set_row(self, slot: int, row: tuple[np.ndarray, ...]) -> None:
         """Store what sampling needs to know of a slot beside its settings: masks and biases."""
+        self._order("set_row", slot, arrays=row)
+
+    def _do_set_row(self, slot: int, *row: np.ndarray) -> None:
         self.state = self.programs.get("set_row", 1)(self.state, np.int32(slot), *row)
 
     def update_params(self, params: Params) -> None:
@@ -185,8 +242,7 @@ class ModelRunner:
         self._params = params
         self._head_params = self.model.head_params(params)
 
-    def _backbone(self, plan: StepPlan, settings_of: SettingsOf) -> tuple[Array, Array, Array]:
-        buffer, bucket = self.packer.pack(plan, settings_of)
+    def _backbone(self, bucket: int, buffer: np.ndarray) -> tuple[Array, Array, Array]:
         program = self.programs.get("backbone", bucket)
         hidden, last, rows, self.kv_pool, token_pool = program(
             self._params, self.kv_pool, self.state.token_pool, buffer

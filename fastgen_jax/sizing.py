@@ -4,8 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,50 +17,19 @@ from fastgen_jax.kernels.mosaic_gpu import MosaicGpu, Target
 from fastgen_jax.models.layers import Params
 from fastgen_jax.programs import Key, Programs
 from fastgen_jax.roofline import Work
+from fastgen_jax.sharding import WHOLE, Shards, check_heads
 from fastgen_jax.types import UNTUNED_BUDGET, EngineConfig
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A model's config as one of `tp` devices sees it: its share of the heads, of the MLP and of the vocabulary."""
-
-    whole: Any
-    tp: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-            if (value := getattr(self.whole, name)) % self.tp:
-                raise ValueError(f"tp={self.tp} does not divide the model's {name}, {value}")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "whole":
-            raise AttributeError(name)
-        return getattr(self.whole, name)
-
-    @property
-    def num_heads(self) -> int:
-        return self.whole.num_heads // self.tp
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.whole.num_kv_heads // self.tp
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.whole.intermediate_size // self.tp
-
-    @property
-    def vocab_size(self) -> int:
-        return -(-self.whole.vocab_size // self.tp)
-
-
-def backend_for(gpu: Gpu, model_config: Any, dtype: str, config: EngineConfig) -> tuple[Backend, str | None]:
+def backend_for(
+    gpu: Gpu, model_config: Any, dtype: str, config: EngineConfig, shards: Shards = WHOLE
+) -> tuple[Backend, str | None]:
     """The attention backend of an engine on this GPU, and why it is not the GPU's own; None if it is, or was not asked.
 
     ValueError, one sentence, where the backend that was asked for cannot run.
     """
     reason = None
-    heads = {name: getattr(model_config, name) for name in ("head_dim", "num_heads", "num_kv_heads")}
+    heads = shards.head_sizes(model_config)
     if config.backend in (None, mosaic_gpu.NAME):
         backend = MosaicGpu(Target(gpu.capability, gpu.num_sms, gpu.limits.shared_per_block))
         block_size = config.block_size or backend.DEFAULT_BLOCK_SIZE
@@ -79,22 +47,33 @@ def backend_for(gpu: Gpu, model_config: Any, dtype: str, config: EngineConfig) -
 class Sizing:
     """The sizes an `Engine` with `config` would have on `gpu`; everything is of one of `tp` devices.
 
+    devices: as many as `tp`, to compile for; without them there is arithmetic only.
     limit_bytes: what JAX may use on the device. budget_bytes: the share of it for weights, one step and the pool.
     """
 
-    def __init__(self, hf_config: dict[str, Any], gpu: Gpu, config: EngineConfig, *, tp: int, mem_fraction: float):
+    def __init__(
+        self,
+        hf_config: dict[str, Any],
+        gpu: Gpu,
+        config: EngineConfig,
+        *,
+        tp: int,
+        mem_fraction: float,
+        devices: list[jax.Device] | None = None,
+    ):
         family = models.family(hf_config.get("model_type", ""))
-        whole = family.from_hf(hf_config)
+        self.model_config = c = family.from_hf(hf_config)
+        check_heads(c, tp)
         self.gpu, self.config, self.tp = gpu, config, tp
-        longest = whole.max_positions
+        self.shards = Shards.over(devices) if devices and tp > 1 else Shards.of_size(tp)
+        longest = c.max_positions
         self.wanted_len = config.max_model_len or longest
         if self.wanted_len > longest:
             raise ValueError(f"max_model_len={self.wanted_len} is more than the model's {longest} positions")
-        self.model_config = Shard(whole, tp) if tp > 1 else whole
         self.dtype = config.dtype or "bfloat16"  # an engine's choice on a GPU
-        self.backend, self.backend_reason = backend_for(gpu, self.model_config, self.dtype, config)
-        self.model = family.Model(self.model_config, self.backend)
-        self.params = shapes(self.model, self.dtype)
+        self.backend, self.backend_reason = backend_for(gpu, c, self.dtype, config, self.shards)
+        self.model = family.Model(c, self.backend, self.shards)
+        self.params = local_shapes(self.model, self.dtype)
         self.weights_bytes = num_bytes(self.params)
         self.limit_bytes = int(gpu.memory_bytes * mem_fraction)
         self.budget_bytes = int(self.limit_bytes * config.gpu_memory_utilization)
@@ -103,7 +82,7 @@ class Sizing:
         # Nothing can be timed here.
         self.budget = max(UNTUNED_BUDGET, config.max_num_seqs or 0) if given == "auto" else given
         self.max_num_seqs = config.max_num_seqs or min(defaults.MAX_NUM_SEQS, self.budget)
-        self.block_bytes = kv_pool.block_bytes(self.model_config, self.backend, self.block_size, self.dtype)
+        self.block_bytes = kv_pool.block_bytes(self.model, self.block_size, self.dtype)
 
     @property
     def free_bytes(self) -> int:
@@ -127,7 +106,7 @@ class Sizing:
         """The engine's programs, none compiled yet."""
         return Programs.of_engine(
             self.model,
-            self.params,
+            shapes(self.model, self.dtype),
             num_blocks=num_blocks,
             block_size=self.block_size,
             max_model_len=max_model_len,
@@ -145,15 +124,25 @@ class Sizing:
             layer_params=num_elements(leaves(self.params, "weight")) - num_elements(leaves(head, "weight")),
             head_params=num_elements(leaves(head, "weight", "embedding")),
             kv_bytes=self.block_bytes // (self.block_size * c.num_layers),
-            pair_flops=4 * c.num_heads * c.head_dim,
+            pair_flops=4 * self.shards.local(c.num_heads, "heads") * c.head_dim,
             windows=c.windows,
         )
 
 
+def local_shapes(model: Any, dtype: str) -> Params:
+    """One device's share of the model's parameters in `dtype`, as shapes."""
+    local, _ = models.param_shapes(model)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), local)
+
+
 def shapes(model: Any, dtype: str) -> Params:
-    """The model's parameters in `dtype`, as shapes."""
-    params = jax.eval_shape(partial(models.init_params, model), jax.random.key(0))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), params)
+    """The model's parameters in `dtype`, as shapes that say how they are shared out."""
+
+    def of_all(x: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+        shape = model.shards.shape(x.shape, axes)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=model.shards.sharding(*axes))
+
+    return jax.tree.map(of_all, *models.param_shapes(model))
 
 
 def num_bytes(tree: Any) -> int:

@@ -267,6 +267,7 @@ class EngineConfig:
     max_num_seqs: sequences in a step at most; never more than max_num_batched_tokens.
     max_model_len: longest prompt + output; at most the model's own.
     backend: attention backend, one of `fastgen_jax.kernels.BACKENDS`.
+    tensor_parallel: devices that share the model: each has a part of the heads, of the MLP and of the vocabulary.
     seed: of requests that bring none.
     policy: what a step is filled with: "splitfuse", or one of the baselines it is measured against, "prefill_first"
         (vLLM 0.2's) and "orca". These never split a prompt, so max_num_batched_tokens must hold all of a sequence.
@@ -287,6 +288,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     backend: str | None = None
+    tensor_parallel: int = 1
     seed: int = 0
     policy: str = "splitfuse"
     prefix_caching: bool = True
@@ -309,6 +311,7 @@ class EngineConfig:
         _number("max_step_ms", self.max_step_ms, _MORE_THAN_0, 10**6, none=True)
         _number("max_num_seqs", self.max_num_seqs, 1, 2**16, whole=True, none=True)
         _number("max_model_len", self.max_model_len, 1, math.inf, whole=True, none=True)
+        _number("tensor_parallel", self.tensor_parallel, 1, 1024, whole=True)
         _number("seed", self.seed, 0, 2**31 - 1, whole=True)
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r} is not known; choose {', '.join(POLICIES)}")

@@ -147,7 +147,7 @@ def write_checkpoint(folder: Path) -> tuple[Any, Any]:
     tensors = {}
     for path, leaf in traverse_util.flatten_dict(shapes).items():
         *scopes, module, _ = [part.replace("layers_", "layers.") for part in path]
-        for part, rows in config.fused.get(module, {module: leaf.shape[0]}).items():
+        for part, rows in config.fused().get(module, {module: leaf.shape[0]}).items():
             name = ".".join((*scopes, part, "weight"))
             tensors[name] = np.ones((rows, *leaf.shape[1:]), ml_dtypes.bfloat16)
     save_file(tensors, folder / "model.safetensors")
@@ -174,7 +174,7 @@ def print_loads(repeats: int) -> None:
         def load(_: Any) -> Any:
             source = SafetensorsSource(Path(name))
             tied = config.tie_word_embeddings
-            return load_params(source, shapes, dtype="bfloat16", fused=config.fused, tied=tied, progress=False)
+            return load_params(source, shapes, dtype="bfloat16", fused=config.fused(), tied=tied, progress=False)
 
         touched = np.ones(nbytes, np.uint8)
         ways: Mapping[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {

@@ -87,11 +87,11 @@ def rate(bound: dict[str, Any]) -> str:
     return f"{bound['tokens_per_s']:.0f}"
 
 
-def line(cells: tuple[Any, ...]) -> str:
+def line(cells: Sequence[Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def header(cells: tuple[str, ...]) -> Iterator[str]:
+def header(cells: Sequence[str]) -> Iterator[str]:
     yield line(cells)
     yield "|" + "---|" * len(cells)
 

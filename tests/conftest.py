@@ -17,7 +17,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Tiny programs compile three times faster unoptimised, and their results differ by rounding only.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Eight devices of the one CPU, for what is shared out over several.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8")
 
 
 @pytest.fixture(scope="module", autouse=True)

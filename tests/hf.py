@@ -5,17 +5,16 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fastgen_jax import checkpoint, kernels, models
+from fastgen_jax import checkpoint, kernels, models, pretrained
 from fastgen_jax.engine import Engine
+from fastgen_jax.sharding import WHOLE, Shards
 
 TOLERANCE = 2e-4
 """Largest difference between logits, as a share of the largest logit."""
@@ -89,22 +88,15 @@ def randomise(model: PreTrainedModel) -> None:
                 weight += 1
 
 
-def load_model(folder: Path) -> tuple[Any, dict[str, Any]]:
+def load_model(folder: Path, shards: Shards = WHOLE) -> tuple[Any, dict[str, Any]]:
     """Our model of a checkpoint, and its float32 parameters."""
     found = checkpoint.resolve(folder)
-    family = models.family(found.hf_config["model_type"])
-    config = family.from_hf(found.hf_config)
-    model = family.Model(config, kernels.get_backend("xla"))
-    shapes = jax.eval_shape(partial(models.init_params, model), jax.random.key(0))
-    tied = config.tie_word_embeddings
-    params = checkpoint.load_params(
-        found.open(), shapes, dtype="float32", fused=config.fused, tied=tied, progress=False
-    )
-    return model, params
+    model_config = models.family(found.hf_config["model_type"]).from_hf(found.hf_config)
+    return pretrained.load_model(found, model_config, kernels.get_backend("xla"), "float32", shards, False)
 
 
-def load_engine(folder: Path, **engine_config: Any) -> Engine:
-    model, params = load_model(folder)
+def load_engine(folder: Path, shards: Shards = WHOLE, **engine_config: Any) -> Engine:
+    model, params = load_model(folder, shards)
     return Engine(model, params, **(SIZES | engine_config))
 
 

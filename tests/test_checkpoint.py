@@ -409,7 +409,8 @@ class Model(nn.Module):
 
 
 def abstract_params(tied: bool = False) -> dict[str, Any]:
-    return jax.eval_shape(Model(tied).init, jax.random.key(0), jnp.zeros(3, jnp.int32))["params"]
+    shapes = jax.eval_shape(Model(tied).init, jax.random.key(0), jnp.zeros(3, jnp.int32))["params"]
+    return nn.meta.unbox(shapes)
 
 
 def hf_tensors() -> dict[str, np.ndarray]:

@@ -32,12 +32,15 @@ RULES = {
     "kernels": {"jax", "numpy"},
     "kv_pool": {"jax", "fastgen_jax.kernels"},
     "batch": {"jax", "numpy", "fastgen_jax.scheduler"},
-    "models": {"jax", "numpy", "flax", "fastgen_jax.kernels", "fastgen_jax.kv_pool", "fastgen_jax.batch"},
+    "sharding": {"jax", "numpy"},
+    "orders": {"numpy"},
+    "models": {"jax", "numpy", "flax"}
+    | {f"fastgen_jax.{name}" for name in ("kernels", "kv_pool", "batch", "sharding")},
     "sampling": {"jax", "numpy", "fastgen_jax.types", "fastgen_jax.sampling_state"},
     "sampling_state": {"jax", "numpy", "fastgen_jax.types"},
 }
 # What a program of another's would use, and no more; and where this machine keeps things.
-PUBLIC = {"types", "mii", "progress", "machine", *fastgen_jax.__all__}
+PUBLIC = {"types", "mii", "progress", "machine", "multihost", *fastgen_jax.__all__}
 GRPC = {"google", "grpc", "grpc_health", "grpc_reflection"}
 WEB = {"fastapi", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
 RULES["serving"] = {f"fastgen_jax.{name}" for name in PUBLIC} | GRPC | WEB | {"ray"}

@@ -288,7 +288,7 @@ def test_launches_are_counted():
         (["--dtype", "int8"], "dtype='int8' is not supported; choose float32, bfloat16, float16"),
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "max_num_seqs=9 is more than max_num_batched"),
         (["--backend", "cuda"], "backend='cuda' does not exist"),
-        (["--tp", "3"], "tp=3 does not divide the model's num_heads, 32"),
+        (["--tp", "3"], "tensor_parallel=3 cannot share out 32 heads over 32 KV heads and an MLP of 11008; it can be "),
         (["--model", "llama2-70b", "--tp", "16"], "tp=16 does not divide the model's num_kv_heads, 8"),
         (["--max-model-len", "5000"], "max_model_len=5000 is more than the model's 4096 positions"),
         (["--model", "llama9"], "'llama9' is no folder with a config.json, .json file, .gguf file or alias"),
@@ -296,7 +296,7 @@ def test_launches_are_counted():
 )
 def test_a_mistake_is_one_sentence(argv, message, monkeypatch, capsys):
     monkeypatch.setattr(cli_plan, "plan", in_process)
-    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    monkeypatch.setattr(plan_worker, "compile_only_devices", lambda gpu, count: [None] * count)
     defaults = ["--gpu", "h200", "--model", "llama2-7b"]
     assert cli.main(["plan", *defaults, *argv]) == 2
     error = capsys.readouterr().err
@@ -345,7 +345,7 @@ TINY = {
     ],
 )
 def test_what_does_not_fit_says_what_would(model, gpu, mem_fraction, config, short_gb, would_fit, monkeypatch):
-    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    monkeypatch.setattr(plan_worker, "compile_only_devices", lambda gpu, count: [None] * count)
     found = in_process(model, gpu, tp=1, mem_fraction=mem_fraction, show_progress=False, **config)
     assert not found["fits"]
     assert found["short_bytes"] / 1e9 == pytest.approx(short_gb, rel=0.02)
@@ -366,7 +366,7 @@ def test_what_does_not_fit_says_what_would(model, gpu, mem_fraction, config, sho
 )
 def test_a_pool_too_small_is_one_sentence(config, step, expected, monkeypatch):
     """Llama-2-7B on an L4 leaves 2.50 GB for a step and the pool; 64 tokens are 34 MB."""
-    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    monkeypatch.setattr(plan_worker, "compile_only_devices", lambda gpu, count: [None] * count)
     monkeypatch.setattr(plan_worker, "compile_all", lambda *args: {})
     programs = SimpleNamespace(buckets=[512], row_buckets=[256], largest_step_bytes=lambda: int(step))
     monkeypatch.setattr(Sizing, "programs", lambda *args: programs)
@@ -382,7 +382,7 @@ def test_a_pool_too_small_is_one_sentence(config, step, expected, monkeypatch):
 @pytest.mark.parametrize("num_tokens", [64, 128, 4096])
 def test_a_pool_of_any_size_has_bounds(num_tokens, monkeypatch):
     """Llama-2-7B on an L4 leaves 2.50 GB, and 64 tokens are 34 MB: the step leaves room for so many and block 0."""
-    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    monkeypatch.setattr(plan_worker, "compile_only_devices", lambda gpu, count: [None] * count)
     monkeypatch.setattr(plan_worker, "compile_all", lambda *args: {})
     step = sizing(read_config("llama2-7b"), "l4").free_bytes - (num_tokens + 64) * 524288
     programs = SimpleNamespace(buckets=[512], row_buckets=[256], largest_step_bytes=lambda: step)
@@ -418,7 +418,7 @@ def test_sizes_are_in_gb_or_mb(num_bytes, text):
 def test_why_attention_is_not_the_gpus_own_is_told(config, reason, tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
-    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    monkeypatch.setattr(plan_worker, "compile_only_devices", lambda gpu, count: [None] * count)
     found = in_process(str(path), "l4", tp=1, mem_fraction=1e-6, show_progress=False, **config)
     assert found["backend_reason"] == reason
     assert list(cli_plan.describe(found))[1] == (f"attention is not mosaic_gpu: {reason}" if reason else "")
@@ -435,7 +435,7 @@ def test_that_it_does_not_fit_is_no_breakdown(dies, status, tmp_path, monkeypatc
     path.write_text(json.dumps(TINY))
     monkeypatch.setattr(cli_plan, "plan", plan)
     monkeypatch.setattr(cli, "_drop_stdout", lambda: None)
-    monkeypatch.setattr(plan_worker, "compile_only_device", lambda gpu: None)
+    monkeypatch.setattr(plan_worker, "compile_only_devices", lambda gpu, count: [None] * count)
     assert cli.main(["plan", "--gpu", "l4", "--model", str(path), "--mem-fraction", "1e-6"]) == status
     assert ("ended with status -9" in capsys.readouterr().err) == dies
 

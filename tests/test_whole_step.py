@@ -13,7 +13,7 @@ import pytest
 
 from fastgen_jax import deviceless
 from fastgen_jax.checkpoint.config_only import read_config
-from fastgen_jax.compiler_output import count_launches
+from fastgen_jax.compiler_output import count_launches, exchanged
 from fastgen_jax.gpus import GPUS
 from fastgen_jax.sizing import Sizing, leaves, num_bytes
 from fastgen_jax.types import EngineConfig
@@ -39,12 +39,15 @@ three attention kernels and the one that lays out their queries, norms, activati
 embedding, the unpacking of the batch, RoPE's angles, the work lists of the attention kernels and the last rows."""
 
 
+SHARED_STEPS = [("llama2-13b", "h100", 2, 16), ("llama2-13b", "h100", 2, 512), ("llama2-13b", "a100-80", 2, 512)]
+
+
 @cache
-def programs(model: str, gpu: str, num_layers: int):
-    sizing = Sizing(
-        read_config(model) | {"num_hidden_layers": num_layers}, GPUS[gpu], EngineConfig(), tp=1, mem_fraction=0.75
-    )
-    return sizing, sizing.programs(NUM_BLOCKS, sizing.wanted_len), deviceless.compile_only_device(GPUS[gpu])
+def programs(model: str, gpu: str, num_layers: int, tp: int = 1):
+    devices = deviceless.compile_only_devices(GPUS[gpu], tp)
+    config = read_config(model) | {"num_hidden_layers": num_layers}
+    sizing = Sizing(config, GPUS[gpu], EngineConfig(), tp=tp, mem_fraction=0.75, devices=devices)
+    return sizing, sizing.programs(NUM_BLOCKS, sizing.wanted_len), devices[0]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,8 +60,8 @@ def _no_cache_on_disk():
     jax.config.update(name, before)
 
 
-def compiled(model: str, gpu: str, num_layers: int, name: str, bucket: int):
-    sizing, steps, device = programs(model, gpu, num_layers)
+def compiled(model: str, gpu: str, num_layers: int, name: str, bucket: int, tp: int = 1):
+    sizing, steps, device = programs(model, gpu, num_layers, tp)
     with jax.default_device(device):
         return sizing, steps, steps.get(name, bucket)
 
@@ -125,3 +128,34 @@ def test_logits_exist_for_the_sampled_rows_only(model):
     assert not [line for shape, line in results(entry(hlo)) if prod(shape) >= table]
     # Five times the logits, for sampling, and the splits of the matmul's sum.
     assert head.memory_analysis().temp_size_in_bytes < (16 << 20) + 8 * 4 * SAMPLED_ROWS * vocab_size
+
+
+def bytes_of_one(sizing: Sizing, steps) -> int:
+    """What a shared step reuses on one device: its part of the pool, and the token pool."""
+    kv_pool, token_pool = steps.reused_shapes()
+    return num_bytes(kv_pool) // sizing.tp + num_bytes(token_pool)
+
+
+@pytest.mark.parametrize(("model", "gpu", "tp", "tokens"), SHARED_STEPS)
+def test_a_shared_step_adds_up_twice_a_layer_and_copies_nothing(model, gpu, tp, tokens):
+    sizing, steps, step = compiled(model, gpu, LAYERS, "backbone", tokens, tp)
+    c, memory, hlo = sizing.model_config, step.memory_analysis(), step.as_text()
+    sums = 2 * LAYERS + 1
+    assert exchanged(hlo) == {"all-reduce": (sums, sums * tokens * c.hidden_size * 2)}
+    assert memory.alias_size_in_bytes == bytes_of_one(sizing, steps)
+    widest = max(2 * c.intermediate_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim) // tp
+    # Of a matmul with few columns XLA cuts the sum in four, on an A100.
+    assert memory.temp_size_in_bytes <= (8 << 20) + 4 * tokens * max(widest, 4 * c.hidden_size)
+    weights = {prod(x.shape) for x in leaves(sizing.params, "weight", "embedding")}
+    assert not [line for shape, line in results(entry(hlo)) if prod(shape) in weights]
+    assert count_launches(hlo)["custom_calls"] >= ATTENTION_CALLS * LAYERS
+
+
+def test_logits_of_a_shared_model_are_nowhere_together():
+    tp = 2
+    sizing, _, head = compiled("llama2-13b", "h100", LAYERS, "sample_logprobs", SAMPLED_ROWS, tp)
+    vocab_size, hlo = sizing.model_config.vocab_size, head.as_text()
+    found = exchanged(hlo)
+    assert found.pop("all-to-all") == (1, SAMPLED_ROWS * vocab_size // tp * 4)
+    assert set(found) == {"all-gather"} and found["all-gather"][1] < 16_000  # tokens and their log-probabilities
+    assert max(prod(s) for s, _ in results(hlo, "f32") if vocab_size in s) == SAMPLED_ROWS * vocab_size // tp

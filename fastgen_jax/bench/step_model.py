@@ -32,17 +32,6 @@ LINK_EFFICIENCY = 0.75
 ALL_REDUCE_LATENCY_S = 15e-6
 """Of a small message among 4 GPUs over NVLink. Assumed."""
 
-LINKS = {
-    "NVIDIA A100-SXM4-80GB": 300e9,
-    "NVIDIA H100 80GB HBM3": 450e9,
-    "NVIDIA H200": 450e9,
-    "NVIDIA B200": 900e9,
-}
-"""NVLink, bytes a second in one direction, half of the datasheets' figure; by the driver's name of the GPU."""
-
-PCIE_LINK = 32e9
-"""PCIe 4.0 x16, bytes a second in one direction: of every GPU without an NVLink above."""
-
 HOST_STEP_S, HOST_ROW_S = 0.63e-3, 17e-6
 """docs/performance.md: schedule, pack and update take 0.25 ms and 1.8 us a row, the call of a program 0.38 ms, and
 detokenising 15 us a token."""
@@ -119,7 +108,7 @@ class Roofline:
         self._logits_bytes = LOGITS_PASSES * 4 * -(-vocab_size // tp)
         self._token_link_s = 0.0
         if tp > 1:
-            link = LINKS.get(gpu.name, PCIE_LINK) * LINK_EFFICIENCY
+            link = gpu.link_bandwidth * LINK_EFFICIENCY
             self._gaps_s += 2 * num_layers * ALL_REDUCE_LATENCY_S
             self._token_link_s = 2 * num_layers * 2 * (tp - 1) / tp * hidden_size * itemsize / link
 

@@ -6,8 +6,8 @@ tokenizer = checkpoint.tokenizer()
 """
 
 from fastgen_jax.checkpoint.aliases import ALIASES
-from fastgen_jax.checkpoint.load import load_params
+from fastgen_jax.checkpoint.load import Cut, load_params
 from fastgen_jax.checkpoint.resolve import Checkpoint, resolve
 from fastgen_jax.checkpoint.source import TensorSource
 
-__all__ = ["ALIASES", "Checkpoint", "TensorSource", "load_params", "resolve"]
+__all__ = ["ALIASES", "Checkpoint", "Cut", "TensorSource", "load_params", "resolve"]

@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from fastgen_jax.checkpoint.dequantize import decodable_type, dequantize
-from fastgen_jax.checkpoint.source import as_rows, assign, read_exactly, row_chunks
+from fastgen_jax.checkpoint.source import Region, as_rows, assign, read_exactly, row_chunks
 
 ARCHITECTURES = ("llama", "qwen2")  # llama.cpp calls Mistral a llama too
 
@@ -199,7 +199,10 @@ class GGUFSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
+    def read_into(self, name: str, out: np.ndarray, region: Region | None = None) -> None:
+        if region is not None:  # blocks run along rows, and rows may be permuted: a tensor is read whole
+            assign(out, slice(None), self.read(name)[region])
+            return
         tensor, order = self._tensors[name], self._row_order(name)
         out = as_rows(out) if order is None or out.ndim > 1 else out[:, np.newaxis]
         in_place = order is None and out.dtype == np.float32 and out.flags.c_contiguous

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from fastgen_jax.checkpoint.source import TensorSource
 from fastgen_jax.progress import bar
+from fastgen_jax.sharding import Shards, piece
 
 # The last key of a leaf's path -> the last part of its tensor's name.
 _TENSOR_KINDS = {"weight": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
@@ -21,6 +22,19 @@ _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # computed from the conf
 Path = tuple[str, ...]
 NO_FUSION: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 _ALIGNMENT = 64  # bytes; a CPU device takes a host array that is so aligned as it is, and copies any other
+
+
+class Cut(NamedTuple):
+    """How the leaves are shared out over devices.
+
+    shapes: nested dict of `jax.ShapeDtypeStruct`, one shard's. axes: the same of each leaf's logical axes.
+    fused: as for `load_params`, with the outputs of one shard.
+    """
+
+    shards: Shards
+    shapes: Mapping[str, Any]
+    axes: Mapping[str, Any]
+    fused: Mapping[str, Mapping[str, int]]
 
 
 class _Part(NamedTuple):
@@ -38,6 +52,7 @@ def load_params(
     fused: Mapping[str, Mapping[str, int]] = NO_FUSION,
     tied: bool = False,
     place: Callable[[np.ndarray], Any] = jax.device_put,
+    cut: Cut | None = None,
     progress: bool | None = None,
 ) -> dict[str, Any]:
     """The tree of `abstract_params`, filled from `source`; every leaf becomes `place(numpy array of dtype)`.
@@ -48,10 +63,13 @@ def load_params(
     fused: module name -> its parts in the checkpoint and how many outputs each has, in order, for a module
         that does the work of several: {"qkv_proj": {"q_proj": 576, "k_proj": 192, "v_proj": 192}}.
     tied: the model has no lm_head of its own; one in the checkpoint has to be a copy of the embedding.
+    cut: share the leaves out over devices instead of `place`. A process reads what its own devices have, and no
+        device ever holds more than its shard.
     progress: whether to show a bar on stderr; None is: if that is a terminal.
 
     Raises ValueError naming the tensor when one is missing, left over or misshapen, before anything is read
-    or allocated. The host holds, beside the placed parameters, one leaf and a small piece of a tensor.
+    or allocated. The host holds, beside the placed parameters, one leaf and a small piece of a tensor; with `cut`,
+    one shard of a leaf.
     """
     leaves = traverse_util.flatten_dict(dict(abstract_params))
     plan = {path: _parts(path, leaf.shape, fused) for path, leaf in leaves.items()}
@@ -60,16 +78,63 @@ def load_params(
     _check_shapes(plan, leaves, stored, source)
     if tied:
         _check_tie(stored, source)
+    load = _Shared(source, stored, plan, np.dtype(dtype), cut) if cut else None
     params = {}
     with bar("loading weights", len(leaves), progress, unit="arrays") as advance:
         for path, leaf in leaves.items():
-            host = _aligned_empty(leaf.shape, np.dtype(dtype))
-            for part in plan[path]:
-                source.read_into(stored[part.tensor], host if part.outputs is None else host[part.outputs])
-            # A copy still under way would keep this leaf's host array alive beside the next.
-            params[path] = jax.block_until_ready(place(host))
+            if load is not None:
+                params[path] = load(path)
+            else:
+                host = _aligned_empty(leaf.shape, np.dtype(dtype))
+                for part in plan[path]:
+                    source.read_into(stored[part.tensor], host if part.outputs is None else host[part.outputs])
+                # A copy still under way would keep this leaf's host array alive beside the next.
+                params[path] = jax.block_until_ready(place(host))
             advance(1)
     return traverse_util.unflatten_dict(params)
+
+
+class _Shared:
+    """Loads leaves cut over devices: a leaf's path -> the array of all shards, with those of this process filled."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        stored: Mapping[str, str],
+        plan: Mapping[Path, list[_Part]],
+        dtype: np.dtype,
+        cut: Cut,
+    ) -> None:
+        self._source, self._stored, self._plan, self._dtype, self._shards = source, stored, plan, dtype, cut.shards
+        self._shapes = traverse_util.flatten_dict(dict(cut.shapes))
+        self._axes = traverse_util.flatten_dict(dict(cut.axes))
+        self._local_plan = {path: _parts(path, leaf.shape, cut.fused) for path, leaf in self._shapes.items()}
+
+    def __call__(self, path: Path) -> jax.Array:
+        shards, local_shape, axes = self._shards, self._shapes[path].shape, self._axes[path]
+        sharding = shards.sharding(*axes)
+        assert sharding is not None
+        arrays, host = [], None
+        for index, device in shards.local_devices:
+            if host is None or any(axis and shards.cuts(axis) for axis in axes):
+                host = self._read(path, index, local_shape, axes)
+            arrays.append(jax.block_until_ready(jax.device_put(host, device)))
+        return jax.make_array_from_single_device_arrays(shards.shape(local_shape, axes), sharding, arrays)
+
+    def _read(self, path: Path, index: int, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> np.ndarray:
+        host = _aligned_empty(shape, self._dtype)
+        for part, local in zip(self._plan[path], self._local_plan[path], strict=True):
+            out = host if local.outputs is None else host[local.outputs]
+            name = self._stored[part.tensor]
+            whole = self._source.shape(name)
+            region = tuple(
+                piece(n, have, index, self._shards.size, axis)
+                for n, have, axis in zip(whole, out.shape, axes, strict=True)
+            )
+            num_rows = region[0].stop - region[0].start
+            out[num_rows:] = 0  # behind the end of the vocabulary
+            self._source.read_into(name, out[:num_rows], region)
+        return host
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -1,6 +1,7 @@
 """From a model's name to a checkpoint on this machine."""
 
 import difflib
+import hashlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file, for a fingerprint
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -46,6 +48,19 @@ class Checkpoint:
         if self.gguf_header is not None:
             return GGUFSource(self.gguf_header)
         return SafetensorsSource(self.path)
+
+    def fingerprint(self) -> str:
+        """A short name of the weights, from the size and samples of each file: another checkpoint has another."""
+        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        found = hashlib.sha256(json.dumps(self.hf_config, sort_keys=True, default=str).encode())
+        for path in files:
+            size = path.stat().st_size
+            found.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for i in range(_SAMPLES):
+                    file.seek(size * i // _SAMPLES)
+                    found.update(file.read(_SAMPLE_BYTES))
+        return found.hexdigest()[:16]
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The Hugging Face tokenizer, chat template included; raises ValueError where the folder has none."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fastgen_jax.checkpoint.source import as_rows, assign, fill, read_exactly, row_chunks
+from fastgen_jax.checkpoint.source import Region, as_rows, assign, fill, fill_from, read_exactly, row_chunks
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -27,6 +27,14 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int  # byte in the file
     nbytes: int
+
+    def rows(self, rows: slice) -> "_Entry":
+        """The tensor of some rows, which lie together."""
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        count = rows.stop - rows.start
+        return self._replace(
+            shape=(count, *self.shape[1:]), start=self.start + rows.start * row_bytes, nbytes=count * row_bytes
+        )
 
 
 class SafetensorsSource:
@@ -55,8 +63,14 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
-        entry, out = self._entries[name], as_rows(out)
+    def read_into(self, name: str, out: np.ndarray, region: Region | None = None) -> None:
+        entry = self._entries[name]
+        if region is not None:
+            if any(part != slice(0, n) for part, n in zip(region[1:], entry.shape[1:], strict=True)):
+                self._read_columns(entry, out, region)
+                return
+            entry = entry.rows(region[0])
+        out = as_rows(out)
         if out.dtype == entry.dtype and out.flags.c_contiguous:
             fill(entry.path, entry.start, out)
             self.bytes_read += entry.nbytes
@@ -67,6 +81,22 @@ class SafetensorsSource:
             data = read_exactly(entry.path, entry.start + rows.start * row_bytes, nbytes)
             self.bytes_read += nbytes
             assign(out, rows, data.view(entry.dtype).reshape(-1, *out.shape[1:]))
+
+    def _read_columns(self, entry: _Entry, out: np.ndarray, region: Region) -> None:
+        """A rectangle of a matrix: a few bytes of each row."""
+        if len(entry.shape) != 2:
+            raise ValueError(f"a tensor of shape {entry.shape} in {entry.path} is not a matrix to be cut by columns")
+        rows, columns = region
+        num_rows, width = rows.stop - rows.start, columns.stop - columns.start
+        item = entry.dtype.itemsize
+        with open(entry.path, "rb", buffering=0) as file:
+            for chunk in row_chunks(num_rows, width * item):
+                data = np.empty((chunk.stop - chunk.start, width), entry.dtype)
+                for i, row in enumerate(data.view(np.uint8)):
+                    position = (rows.start + chunk.start + i) * entry.shape[1] + columns.start
+                    fill_from(file, entry.start + position * item, row)
+                self.bytes_read += data.nbytes
+                assign(out, chunk, data)
 
     def read(self, name: str) -> np.ndarray:
         entry = self._entries[name]

@@ -1,12 +1,16 @@
 """What a checkpoint format offers the loader: `TensorSource`, and the row-wise reading they share."""
 
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 CHUNK_BYTES = 1 << 20  # of the file, held in memory at once; more leaves the cache and reads slower
+
+Region = tuple[slice, ...]
+"""A part of a tensor: a slice of each axis, with its start and stop."""
 
 
 class TensorSource(Protocol):
@@ -25,8 +29,12 @@ class TensorSource(Protocol):
         """A tensor's shape, from the file's header."""
         ...
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
-        """Fill `out` (shape(name), any float dtype, any strides), casting, a small piece at a time."""
+    def read_into(self, name: str, out: np.ndarray, region: Region | None = None) -> None:
+        """Fill `out` (any float dtype, any strides), casting, a small piece at a time.
+
+        out has the shape of `region`, or without one the tensor's. A region reads its own bytes where the format
+        allows it.
+        """
         ...
 
     def read(self, name: str) -> np.ndarray:
@@ -46,14 +54,19 @@ def fill(path: Path, start: int, out: np.ndarray) -> None:
 
     Read, not mapped: pages of a mapping would count as the process's own memory.
     """
-    view, filled = memoryview(out.reshape(-1).view(np.uint8)), 0
     with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while filled < out.nbytes:
-            count = file.readinto(view[filled:])
-            if not count:
-                raise ValueError(f"{path} ended at byte {start + filled}, {out.nbytes - filled} bytes too soon")
-            filled += count
+        fill_from(file, start, out)
+
+
+def fill_from(file: FileIO, start: int, out: np.ndarray) -> None:
+    """`fill` from a file that is open already."""
+    view, filled = memoryview(out.reshape(-1).view(np.uint8)), 0
+    file.seek(start)
+    while filled < out.nbytes:
+        count = file.readinto(view[filled:])
+        if not count:
+            raise ValueError(f"{file.name} ended at byte {start + filled}, {out.nbytes - filled} bytes too soon")
+        filled += count
 
 
 def as_rows(array: np.ndarray) -> np.ndarray:

@@ -30,6 +30,7 @@ class Backend(Protocol):
 
     NAME: str
     DEFAULT_BLOCK_SIZE: int
+    HEADS_AXIS: int  # where K is in the pools' shapes
 
     def supported(
         self,

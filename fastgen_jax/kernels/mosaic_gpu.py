@@ -25,6 +25,7 @@ from fastgen_jax.kernels.mosaic_gpu_common import LSE_COLUMNS, Config
 
 NAME = "mosaic_gpu"
 DEFAULT_BLOCK_SIZE = 64
+HEADS_AXIS = 1
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
@@ -70,6 +71,7 @@ class MosaicGpu:
 
     NAME = NAME
     DEFAULT_BLOCK_SIZE = DEFAULT_BLOCK_SIZE
+    HEADS_AXIS = HEADS_AXIS
 
     def supported(
         self, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike, platform: str

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 NAME = "reference"
 DEFAULT_BLOCK_SIZE = 16
+HEADS_AXIS = 2
 
 
 def supported(

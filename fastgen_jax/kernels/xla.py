@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 NAME = "xla"
 DEFAULT_BLOCK_SIZE = 64
+HEADS_AXIS = 1
 
 # Chosen by measurement on two CPU cores: scripts/bench_attention.py, and docs/performance.md, "What was tried".
 _TILE = 128  # queries of one prompt tile

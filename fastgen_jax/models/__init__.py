@@ -1,11 +1,12 @@
 """Model families, one file each, named by Hugging Face's `model_type`.
 
 A family's file has `from_hf(config_json) -> Config`, strict about fields it does not understand, and
-`Model(config, backend)`, a Linen module whose submodules carry the checkpoint's names.
+`Model(config, backend, shards)`, a Linen module whose submodules carry the checkpoint's names.
 """
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -34,12 +35,29 @@ def family(model_type: str) -> ModuleType:
 
 
 def init_params(model: Any, key: jax.Array) -> Params:
-    """Random float32 parameters; under `jax.eval_shape`, their shapes."""
+    """Random float32 parameters; of a model with shards, those of one of them."""
+    return nn.meta.unbox(_init(model, key))
+
+
+def param_shapes(model: Any) -> tuple[Params, Params]:
+    """The shapes of `init_params`, and beside them each array's logical axes, None where it has none."""
+    boxed = jax.eval_shape(lambda: _init(model, jax.random.key(0)))
+    shapes = nn.meta.unbox(boxed)
+
+    def axes(leaf: Any) -> tuple[str | None, ...]:
+        return leaf.names if isinstance(leaf, nn.Partitioned) else (None,) * leaf.ndim
+
+    return shapes, jax.tree.map(axes, boxed, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+
+
+def _init(model: Any, key: jax.Array) -> Params:
 
     def everything(module: Any, batch: RaggedBatch, kv_pool: list[LayerKV]) -> jax.Array:
         return module.logits(module(batch, kv_pool)[0])
 
     # The parameters depend on no backend, and this one takes the float32 that they are made in.
-    c, model = model.config, model.clone(backend=get_backend("xla"))
-    kv_pool = [model.backend.allocate(2, 16, c.num_kv_heads, c.head_dim, jnp.float32) for _ in range(c.num_layers)]
+    model = model.clone(backend=get_backend("xla"), shards=replace(model.shards, inside=False))
+    c = model.config
+    k = model.shards.local_kv_heads(c.num_kv_heads)
+    kv_pool = [model.backend.allocate(2, 16, k, c.head_dim, jnp.float32) for _ in range(c.num_layers)]
     return nn.init(everything, model)(key, RaggedBatch.empty(16, 1, 1), kv_pool)["params"]

@@ -16,6 +16,7 @@ from fastgen_jax.batch import RaggedBatch
 from fastgen_jax.kernels import Backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.rope import rotate
+from fastgen_jax.sharding import WHOLE, Shards
 
 Params = dict[str, Any]
 """A nested dict of arrays, named as the checkpoint names its modules."""
@@ -61,35 +62,54 @@ def matmul(x: Array, weight: Array, *, out_dtype: Any = None) -> Array:
 
 
 class Linear(nn.Module):
-    """x [T, E] -> [T, features]. The weight lies [out, in], as in the checkpoint."""
+    """x [T, E] -> [T, features]. The weight lies [out, in], as in the checkpoint.
+
+    axes: the logical axes of out and in. features: of this shard, as x is. Where `axes` has the inputs cut, every
+    shard gets the sum over all.
+    """
 
     features: int
     use_bias: bool = False
     out_dtype: Any = None
+    axes: tuple[str, str] = ("embed", "embed")
+    shards: Shards = WHOLE
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        weight = self.param("weight", normal, (self.features, x.shape[-1]))
-        y = matmul(x, weight, out_dtype=self.out_dtype)
+        weight = self.param("weight", nn.with_partitioning(normal, self.axes), (self.features, x.shape[-1]))
+        y = self.shards.sum(matmul(x, weight, out_dtype=self.out_dtype), self.axes[1])
         if self.use_bias:
-            y = y + self.param("bias", nn.initializers.zeros, (self.features,))[None, :]
+            zeros = nn.with_partitioning(nn.initializers.zeros, self.axes[:1])
+            y = y + self.param("bias", zeros, (self.features,))[None, :]
         return y
 
 
 class Embed(nn.Module):
-    """A table [num_embeddings, features], read by row, or multiplied with as tied output weights."""
+    """A table [num_embeddings, features], read by row, or multiplied with as tied output weights.
+
+    axes: the logical axes of both. Where the rows are cut, a shard has `shards.local` of them.
+    """
 
     num_embeddings: int
     features: int
+    axes: tuple[str, str] = ("embed", "embed")
+    shards: Shards = WHOLE
 
     def setup(self) -> None:
-        self.embedding = self.param("embedding", normal, (self.num_embeddings, self.features))
+        self.rows = self.shards.local(self.num_embeddings, self.axes[0])
+        table = nn.with_partitioning(normal, self.axes)
+        self.embedding = self.param("embedding", table, (self.rows, self.features))
 
     def __call__(self, token_ids: Array) -> Array:
-        return jnp.take(self.embedding, token_ids, axis=0, mode="clip")
+        if not self.shards.cuts(self.axes[0]):
+            return jnp.take(self.embedding, token_ids, axis=0, mode="clip")
+        row = token_ids - self.shards.index() * self.rows
+        mine = (row >= 0) & (row < self.rows)
+        found = jnp.take(self.embedding, row, axis=0, mode="clip")
+        return self.shards.sum(jnp.where(mine[:, None], found, 0), self.axes[0])
 
     def attend(self, x: Array) -> Array:
-        """x [S, E] -> float32 logits [S, V]."""
+        """x [S, E] -> float32 logits [S, V], of a shard those of its rows."""
         return matmul(x, self.embedding, out_dtype=jnp.float32)
 
 
@@ -137,14 +157,17 @@ class Attention(nn.Module):
     out_bias: bool = False
     out_name: str = "o_proj"
     window: int | None = None
+    shards: Shards = WHOLE
 
     @nn.compact
     def __call__(
         self, x: Array, batch: RaggedBatch, kv: LayerKV, cos_sin: tuple[Array, Array] | None
     ) -> tuple[Array, LayerKV]:
-        h, k, d = self.num_heads, self.num_kv_heads, self.head_dim
+        d, shards = self.head_dim, self.shards
+        h, k = shards.local(self.num_heads, "heads"), shards.local_kv_heads(self.num_kv_heads)
         with jax.named_scope("qkv"):
-            qkv = Linear((h + 2 * k) * d, self.qkv_bias, name="qkv_proj")(x).reshape(-1, h + 2 * k, d)
+            project = Linear((h + 2 * k) * d, self.qkv_bias, axes=("heads", "embed"), shards=shards, name="qkv_proj")
+            qkv = project(x).reshape(-1, h + 2 * k, d)
             queries, keys, values = jnp.split(qkv, (h, h + k), axis=1)
         if cos_sin is not None:
             with jax.named_scope("rope"):
@@ -163,7 +186,8 @@ class Attention(nn.Module):
                 num_splits=batch.num_splits,
             )
         with jax.named_scope("out"):
-            return Linear(x.shape[-1], self.out_bias, name=self.out_name)(out.reshape(-1, h * d)), kv
+            project = Linear(x.shape[-1], self.out_bias, axes=("embed", "heads"), shards=shards, name=self.out_name)
+            return project(out.reshape(-1, h * d)), kv
 
 
 class GatedMLP(nn.Module):
@@ -172,11 +196,15 @@ class GatedMLP(nn.Module):
     hidden: int
     act: str
     use_bias: bool = False
+    shards: Shards = WHOLE
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        gate, up = jnp.split(Linear(2 * self.hidden, self.use_bias, name="gate_up_proj")(x), 2, axis=-1)
-        return Linear(x.shape[-1], self.use_bias, name="down_proj")(activation(self.act)(gate) * up)
+        hidden, shards = self.shards.local(self.hidden, "mlp"), self.shards
+        gate_up = Linear(2 * hidden, self.use_bias, axes=("mlp", "embed"), shards=shards, name="gate_up_proj")
+        down = Linear(x.shape[-1], self.use_bias, axes=("embed", "mlp"), shards=shards, name="down_proj")
+        gate, up = jnp.split(gate_up(x), 2, axis=-1)
+        return down(activation(self.act)(gate) * up)
 
 
 class Layer(nn.Module):

@@ -15,6 +15,7 @@ from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.hf_config import HFConfig
 from fastgen_jax.models.layers import Attention, Embed, GatedMLP, Layer, Linear, Params, RMSNorm, activation
 from fastgen_jax.models.rope import Rope
+from fastgen_jax.sharding import WHOLE, Shards
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,14 @@ class Config:
         """Width of the hidden states that `logits` takes."""
         return self.hidden_size
 
-    @property
-    def fused(self) -> dict[str, dict[str, int]]:
-        """Module -> the checkpoint's modules it is made of, with their output widths."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+    def fused(self, shards: Shards = WHOLE) -> dict[str, dict[str, int]]:
+        """Module -> the checkpoint's modules it is made of, with their output widths, of one shard."""
+        q = shards.local(self.num_heads, "heads") * self.head_dim
+        kv = shards.local_kv_heads(self.num_kv_heads) * self.head_dim
+        mlp = shards.local(self.intermediate_size, "mlp")
         return {
             "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-            "gate_up_proj": {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
+            "gate_up_proj": {"gate_proj": mlp, "up_proj": mlp},
         }
 
 
@@ -111,6 +113,7 @@ class Block(nn.Module):
     config: Config
     backend: Backend
     window: int | None
+    shards: Shards = WHOLE
 
     @nn.compact
     def __call__(
@@ -125,13 +128,15 @@ class Block(nn.Module):
             c.qkv_bias,
             c.out_bias,
             window=self.window,
+            shards=self.shards,
             name="self_attn",
         )
         y, kv = attention(RMSNorm(c.rms_norm_eps, name="input_layernorm")(x), batch, kv, cos_sin)
         x = x + y
         y = RMSNorm(c.rms_norm_eps, name="post_attention_layernorm")(x)
         with jax.named_scope("mlp"):
-            return x + GatedMLP(c.intermediate_size, c.hidden_act, c.mlp_bias, name="mlp")(y), kv
+            mlp = GatedMLP(c.intermediate_size, c.hidden_act, c.mlp_bias, self.shards, name="mlp")
+            return x + mlp(y), kv
 
 
 class Decoder(nn.Module):
@@ -139,12 +144,13 @@ class Decoder(nn.Module):
 
     config: Config
     backend: Backend
+    shards: Shards = WHOLE
 
     def setup(self) -> None:
         c = self.config
-        self.embed_tokens = Embed(c.vocab_size, c.hidden_size)
+        self.embed_tokens = Embed(c.vocab_size, c.hidden_size, ("vocab", "embed"), self.shards)
         self.norm = RMSNorm(c.rms_norm_eps)
-        self.layers = [Layer(Block, (c, self.backend, window)) for window in c.windows]
+        self.layers = [Layer(Block, (c, self.backend, window, self.shards)) for window in c.windows]
 
     def __call__(self, batch: RaggedBatch, kv_pool: list[LayerKV]) -> tuple[Array, list[LayerKV]]:
         x = self.embed_tokens(batch.token_ids)
@@ -162,17 +168,19 @@ class Model(nn.Module):
 
     config: Config
     backend: Backend
+    shards: Shards = WHOLE
 
     def setup(self) -> None:
-        self.model = Decoder(self.config, self.backend)
+        self.model = Decoder(self.config, self.backend, self.shards)
         if not self.config.tie_word_embeddings:
-            self.lm_head = Linear(self.config.vocab_size, out_dtype=jnp.float32)
+            rows = self.shards.local(self.config.vocab_size, "vocab")
+            self.lm_head = Linear(rows, out_dtype=jnp.float32, axes=("vocab", "embed"), shards=self.shards)
 
     def __call__(self, batch: RaggedBatch, kv_pool: list[LayerKV]) -> tuple[Array, list[LayerKV]]:
         return self.model(batch, kv_pool)
 
     def logits(self, hidden: Array) -> Array:
-        """hidden [S, E] -> float32 [S, V]."""
+        """hidden [S, E] -> float32 [S, V], of a shard those of its part of the vocabulary."""
         if self.config.tie_word_embeddings:
             return self.model.embed_tokens.attend(hidden)
         return self.lm_head(hidden)

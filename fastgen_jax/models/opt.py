@@ -13,6 +13,7 @@ from fastgen_jax.kernels import Backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.hf_config import HFConfig
 from fastgen_jax.models.layers import Attention, Embed, Layer, LayerNorm, Linear, Params, activation
+from fastgen_jax.sharding import WHOLE, Shards
 
 POSITION_OFFSET = 2
 """Row of the position table that position 0 reads."""
@@ -56,10 +57,10 @@ class Config:
         """The longest context: the position table's end."""
         return self.max_position_embeddings
 
-    @property
-    def fused(self) -> dict[str, dict[str, int]]:
-        """Module -> the checkpoint's modules it is made of, with their output widths."""
-        return {"qkv_proj": dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.hidden_size)}
+    def fused(self, shards: Shards = WHOLE) -> dict[str, dict[str, int]]:
+        """Module -> the checkpoint's modules it is made of, with their output widths, of one shard."""
+        width = shards.local(self.num_heads, "heads") * self.head_dim
+        return {"qkv_proj": dict.fromkeys(("q_proj", "k_proj", "v_proj"), width)}
 
 
 def from_hf(hf: Mapping[str, Any]) -> Config:
@@ -95,6 +96,7 @@ class Block(nn.Module):
 
     config: Config
     backend: Backend
+    shards: Shards = WHOLE
 
     @nn.compact
     def __call__(self, x: Array, batch: RaggedBatch, kv: LayerKV) -> tuple[Array, LayerKV]:
@@ -109,13 +111,16 @@ class Block(nn.Module):
             c.use_bias,
             c.use_bias,
             out_name="out_proj",
+            shards=self.shards,
             name="self_attn",
         )
         y, kv = attention(attention_norm(x) if c.norm_before else x, batch, kv, None)
         x = x + y if c.norm_before else attention_norm(x + y)
         with jax.named_scope("mlp"):
-            y = Linear(c.intermediate_size, c.use_bias, name="fc1")(mlp_norm(x) if c.norm_before else x)
-            y = Linear(c.hidden_size, c.use_bias, name="fc2")(activation(c.hidden_act)(y))
+            hidden, shards = self.shards.local(c.intermediate_size, "mlp"), self.shards
+            up = Linear(hidden, c.use_bias, axes=("mlp", "embed"), shards=shards, name="fc1")
+            down = Linear(c.hidden_size, c.use_bias, axes=("embed", "mlp"), shards=shards, name="fc2")
+            y = down(activation(c.hidden_act)(up(mlp_norm(x) if c.norm_before else x)))
         return x + y if c.norm_before else mlp_norm(x + y), kv
 
 
@@ -124,12 +129,13 @@ class Decoder(nn.Module):
 
     config: Config
     backend: Backend
+    shards: Shards = WHOLE
 
     def setup(self) -> None:
         c = self.config
-        self.embed_tokens = Embed(c.vocab_size, c.embed_dim)
+        self.embed_tokens = Embed(c.vocab_size, c.embed_dim, ("vocab", "embed"), self.shards)
         self.embed_positions = Embed(c.max_position_embeddings + POSITION_OFFSET, c.hidden_size)
-        self.layers = [Layer(Block, (c, self.backend)) for _ in range(c.num_layers)]
+        self.layers = [Layer(Block, (c, self.backend, self.shards)) for _ in range(c.num_layers)]
         if c.embed_dim != c.hidden_size:
             self.project_in, self.project_out = Linear(c.hidden_size), Linear(c.embed_dim)
         if c.final_norm:
@@ -155,9 +161,10 @@ class Inner(nn.Module):
 
     config: Config
     backend: Backend
+    shards: Shards = WHOLE
 
     def setup(self) -> None:
-        self.decoder = Decoder(self.config, self.backend)
+        self.decoder = Decoder(self.config, self.backend, self.shards)
 
     def __call__(self, batch: RaggedBatch, kv_pool: list[LayerKV]) -> tuple[Array, list[LayerKV]]:
         return self.decoder(batch, kv_pool)
@@ -168,15 +175,16 @@ class Model(nn.Module):
 
     config: Config
     backend: Backend
+    shards: Shards = WHOLE
 
     def setup(self) -> None:
-        self.model = Inner(self.config, self.backend)
+        self.model = Inner(self.config, self.backend, self.shards)
 
     def __call__(self, batch: RaggedBatch, kv_pool: list[LayerKV]) -> tuple[Array, list[LayerKV]]:
         return self.model(batch, kv_pool)
 
     def logits(self, hidden: Array) -> Array:
-        """hidden [S, embed_dim] -> float32 [S, V]."""
+        """hidden [S, embed_dim] -> float32 [S, V], of a shard those of its part of the vocabulary."""
         return self.model.decoder.embed_tokens.attend(hidden)
 
     def head_params(self, params: Params) -> Params:

@@ -41,12 +41,12 @@ def serve(
 
     It runs until `terminate_server` or `fastgen client --terminate`; another process attaches with `client(name)`.
 
-    name: of the deployment; the model's unless given. port, grpc_port: 0 is any free one.
+    tp: GPUs that share the model, for each replica. name: of the deployment; the model's unless given.
+    port, grpc_port: 0 is any free one.
     timeout: seconds to wait for it; None is as long as it takes. engine: fields of `EngineConfig`.
     ValueError if the name is taken or the server ends before it is ready; its log says more.
     """
-    if tp != 1:
-        raise ValueError(f"tp={tp}: tensor parallelism is not supported yet; tp=1 is")
+    engine = {"tensor_parallel": tp, **engine}
     EngineConfig(**engine)
     name = deployments.check_name(name) if name else deployments.default_name(model)
     if deployments.find(name) is not None:

@@ -27,6 +27,7 @@ class ReplicaSettings:
 
     model: what `Engine.from_pretrained` loads. name: what clients call it, the same unless given.
     engine: fields of `EngineConfig`. log_level: of the JSON lines on stderr.
+    nodes: what `multihost.join` takes, where the model is shared with processes on other hosts; empty if not.
     owned: end when standard input closes.
     """
 
@@ -34,6 +35,7 @@ class ReplicaSettings:
     name: str = ""
     revision: str | None = None
     engine: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 0
     replica_class: str = ""
@@ -67,10 +69,13 @@ def run(settings: ReplicaSettings, load: Callable[[ReplicaSettings], Any] | None
 
 def load_engine(settings: ReplicaSettings) -> Any:
     """The engine. Without a seed in the settings it draws one, for replicas that share one give the same answers."""
-    from fastgen_jax import Engine
+    from fastgen_jax import Engine, multihost
 
+    group = multihost.join(**settings.nodes) if settings.nodes else None
     fields = {"seed": secrets.randbelow(2**31)} | settings.engine
-    return Engine.from_pretrained(settings.model, revision=settings.revision, show_progress=False, **fields)
+    return Engine.from_pretrained(
+        settings.model, revision=settings.revision, group=group, show_progress=False, **fields
+    )
 
 
 async def _serve(settings: ReplicaSettings, load: Callable[[ReplicaSettings], Any]) -> int:
@@ -103,6 +108,8 @@ async def _serve(settings: ReplicaSettings, load: Callable[[ReplicaSettings], An
         await server.set_ready(False)
         await ending.wait_for(replica.drain())
         await replica.close()
+        if settings.nodes:
+            await asyncio.to_thread(loading.result().close)
     await server.stop()
     return ending.status
 

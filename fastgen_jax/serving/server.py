@@ -37,7 +37,7 @@ class ServerSettings:
     """What a server is. docs/serving.md explains the fields.
 
     model: of the local replicas; None where there are none. name: what clients call it, the same unless given.
-    replicas: local ones. replica_classes: of each of them, or none.
+    nodes: as `ReplicaSettings` has them. replicas: local ones. replica_classes: of each of them, or none.
     remote: addresses, host:port, of replicas elsewhere.
     deployment: the name by which `client` finds it.
     """
@@ -49,6 +49,7 @@ class ServerSettings:
     replica_classes: tuple[str, ...] = ()
     remote: tuple[str, ...] = ()
     engine: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int = 50050
@@ -71,6 +72,8 @@ class ServerSettings:
             raise ValueError(
                 f"{len(self.replica_classes)} replica classes for {self.replicas} replicas; give one for each, or none"
             )
+        if self.nodes and self.replicas != 1:
+            raise ValueError(f"replicas={self.replicas} on several nodes; they share one replica")
         for name, value in (("port", self.port), ("grpc_port", self.grpc_port)):
             if not 0 <= value < 1 << 16:
                 raise ValueError(f"{name}={value} is no port; they are 0 (any free one) to 65535")
@@ -95,6 +98,7 @@ class ServerSettings:
                 name=self.name,
                 revision=self.revision,
                 engine=self.engine,
+                nodes=self.nodes,
                 replica_class=replica_class,
                 log_level=self.log_level,
             )
@@ -129,12 +133,18 @@ def run(settings: ServerSettings) -> int:
 
 async def serve(settings: ServerSettings) -> int:
     """`run`, in an event loop."""
-    devices = share_gpus(settings.replicas)
+    tensor_parallel = settings.engine.get("tensor_parallel", 1)
+    devices = [None] if settings.nodes else share_gpus(settings.replicas, tensor_parallel)
     ending = Ending()
     ending.listen()
     replica_key = settings.replica_api_key or secrets.token_urlsafe()  # nobody else on this machine has it
     local = [
-        LocalReplica(replace(each, api_keys=(replica_key,)), devices=device, on_hopeless=ending.fail)
+        LocalReplica(
+            replace(each, api_keys=(replica_key,)),
+            devices=device,
+            on_hopeless=ending.fail,
+            restarts=not settings.nodes,  # the other hosts have ended with it
+        )
         for each, device in zip(settings.replica_settings(), devices, strict=True)
     ]
     router = Router(

@@ -34,6 +34,7 @@ class LocalReplica:
     devices: what CUDA_VISIBLE_DEVICES is for it; None leaves it alone.
     on_hopeless: called with an exit status when the first of them cannot even load its engine, as when there is no
         such model. Later ones are started again whatever happens.
+    restarts: whether it is started again when it dies; if not, its end is hopeless, too.
     command: what to run; `COMMAND` unless given.
     """
 
@@ -43,11 +44,13 @@ class LocalReplica:
         *,
         devices: str | None = None,
         on_hopeless: Callable[[int], None],
+        restarts: bool = True,
         command: Sequence[str] | None = None,
     ) -> None:
         self._settings = dataclasses.replace(settings, port=settings.port or free_port(settings.host), owned=True)
         self._devices = devices
         self._on_hopeless = on_hopeless
+        self._restarts = restarts
         self._command = tuple(command or COMMAND)
         self._process: asyncio.subprocess.Process | None = None
 
@@ -66,6 +69,10 @@ class LocalReplica:
                 status = error
             if number == 0 and isinstance(status, int) and status in HOPELESS:
                 self._on_hopeless(HOPELESS[status])
+                return
+            if not self._restarts:
+                log.error("replica %s ended (%s)", self.address, status)
+                self._on_hopeless(FAILED)
                 return
             pause = FIRST_PAUSE_S if time.monotonic() - start > LIVED_S else pause
             log.warning("replica %s ended (%s); it is started again in %s s", self.address, status, pause)
@@ -118,11 +125,12 @@ def gpus() -> list[str]:
     return out.stdout.split() if out.returncode == 0 else []
 
 
-def share_gpus(num_replicas: int) -> list[str | None]:
-    """A GPU for each replica, or None for all where there are none. ValueError if there are too few."""
+def share_gpus(num_replicas: int, gpus_each: int = 1) -> list[str | None]:
+    """GPUs for each replica, or None for all where there are none. ValueError if there are too few."""
     found = gpus() if os.environ.get("JAX_PLATFORMS", "") != "cpu" else []
     if not found:
         return [None] * num_replicas
-    if len(found) < num_replicas:
-        raise ValueError(f"replicas={num_replicas} want a GPU each, and there are {len(found)}: {', '.join(found)}")
-    return list(found[:num_replicas])
+    if len(found) < num_replicas * gpus_each:
+        want = "a GPU each" if gpus_each == 1 else f"{gpus_each} GPUs each"
+        raise ValueError(f"replicas={num_replicas} want {want}, and there are {len(found)}: {', '.join(found)}")
+    return [",".join(found[i * gpus_each : (i + 1) * gpus_each]) for i in range(num_replicas)]

@@ -1,0 +1,198 @@
+"""Processes that share a model: the tokens of one, and an end in one sentence when another has died."""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hf import save_random_model
+from scripted import TOKENIZER
+
+from fastgen_jax import multihost
+from fastgen_jax.engine import Engine
+from fastgen_jax.orders import Order
+from fastgen_jax.serving.supervisor import free_port
+from fastgen_jax.types import SamplingParams
+
+NODE = Path(__file__).parent / "node.py"
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ENGINE = {"tensor_parallel": 2, "block_size": 8, "num_blocks": 14, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+ENDS_WITHIN_S = 30
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        save_random_model(LLAMA, Path(name))
+        TOKENIZER.save_pretrained(name)
+        yield Path(name)
+
+
+class Node:
+    """A process with what it said."""
+
+    def __init__(self, folder: Path, rank: int, count: int, port: int, **engine: Any) -> None:
+        command = [sys.executable, str(NODE), str(folder), str(rank), str(count), str(port), json.dumps(engine)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def line(self) -> str:
+        """The next that it writes; not Gloo's."""
+        assert self.process.stdout is not None
+        return next((line for line in self.process.stdout if not line.startswith("[Gloo]")), "").strip()
+
+    def end(self, timeout: float = 120) -> tuple[int, str]:
+        """Its exit status, and our own line among what it said on stderr."""
+        _, err = self.process.communicate(timeout=timeout)
+        ours = [line for line in err.splitlines() if line.startswith("fastgen: error: ")]
+        return self.process.returncode, "\n".join(ours) or err[-2000:]
+
+
+@pytest.fixture
+def nodes(folder: Path) -> Iterator[Any]:
+    started: list[Node] = []
+
+    def start(count: int = 2, *each: dict[str, Any], **engine: Any) -> list[Node]:
+        port = free_port("127.0.0.1")
+        for rank, own in enumerate(each or ({},) * count):
+            options = {"path": folder, "rank": rank, **ENGINE, **engine, **own}
+            started.append(Node(options.pop("path"), options.pop("rank"), count, port, **options))
+        return started
+
+    yield start
+    for node in started:
+        node.process.kill()
+        node.process.communicate()
+
+
+@pytest.mark.parametrize(("count", "tensor_parallel"), [(2, 4)])
+def test_two_processes_give_the_tokens_of_one(nodes, folder, count, tensor_parallel):
+    leader, follower = nodes(count, tensor_parallel=tensor_parallel)
+    found, compiled, preemptions = json.loads(leader.line())
+    assert leader.end()[0] == 0 == follower.end()[0]
+    alone = Engine.from_pretrained(str(folder), show_progress=False, warm_up=False, **ENGINE | {"tensor_parallel": 1})
+    prompts = [list(range(5, 5 + n)) for n in (3, 20, 40, 9)]
+    every = (
+        SamplingParams(max_tokens=16, ignore_eos=True),
+        SamplingParams(max_tokens=8, temperature=0.9, top_p=0.8, seed=1, ignore_eos=True),
+    )
+    assert found == [[list(r.token_ids) for r in alone.generate(prompts, params)] for params in every]
+    assert compiled == 0
+    assert preemptions > 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_death_of_one_ends_the_other_with_a_sentence(nodes, victim):
+    started = nodes(2, wait=True, warm_up=False)
+    started[0].line()  # in the middle of generating
+    started[victim].process.send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    status, sentence = started[1 - victim].end(ENDS_WITHIN_S)
+    assert time.monotonic() - start < ENDS_WITHIN_S
+    assert status == multihost.LOST
+    assert sentence.startswith(f"fastgen: error: process {victim}")
+    assert sentence.endswith("this process cannot go on without it") and sentence.count("\n") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_that_hangs_is_given_up(nodes, victim):
+    started = nodes(2, wait=True, warm_up=False)
+    started[0].line()
+    started[victim].process.send_signal(signal.SIGSTOP)
+    status, sentence = started[1 - victim].end(ENDS_WITHIN_S)
+    assert (status, f"process {victim}" in sentence) == (multihost.LOST, True)
+    assert f"has said nothing for {multihost.SILENCE_S:g} s" in sentence
+    started[victim].process.send_signal(signal.SIGCONT)
+    assert started[victim].end(ENDS_WITHIN_S)[0] != 0
+
+
+def test_processes_with_different_models_say_so_at_once(nodes, tmp_path):
+    save_random_model(LLAMA | {"rms_norm_eps": 1e-3}, tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    started = nodes(2, {}, {"path": tmp_path})
+    for node in started:
+        status, sentence = node.end()
+        assert status == 2
+        assert sentence.startswith("fastgen: error: the checkpoint's fingerprint differs: process 0 has ")
+
+
+def test_processes_with_different_settings_say_so_at_once(nodes):
+    for node in nodes(2, {}, {"block_size": 16}):
+        status, sentence = node.end()
+        assert (status, "the engine's configuration differs" in sentence) == (2, True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_does_not_come_is_not_waited_for_for_ever(nodes, rank):
+    leader, *_ = nodes(2, {"timeout": 5, "rank": rank})
+    start = time.monotonic()
+    status, sentence = leader.end(ENDS_WITHIN_S)
+    assert status != 0
+    assert time.monotonic() - start < ENDS_WITHIN_S
+    assert "127.0.0.1:" in sentence and "within 5 s" in sentence
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_processes_of_one_rank_do_not_hang(nodes, rank):
+    """Neither goes on, whoever else is there."""
+    ranks = (0, 0, 1) if rank == 0 else (0, 1, 1)
+    ended = [node.end(ENDS_WITHIN_S) for node in nodes(3, *({"rank": each, "timeout": 8} for each in ranks))]
+    assert all(status != 0 for status, _ in ended)
+    assert all(sentence.startswith("fastgen: error: ") and sentence.count("\n") == 0 for _, sentence in ended)
+    expected = "process 0 cannot listen on 127.0.0.1" if rank == 0 else "process_id=1 has come twice"
+    assert any(expected in sentence for _, sentence in ended)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("host", 2, 0), "coordinator='host' is not HOST:PORT, as 10.0.0.1:9000"),
+        (("host:x", 2, 0), "coordinator='host:x' is not HOST:PORT, as 10.0.0.1:9000"),
+        (("host:99999", 2, 0), "coordinator='host:99999' is not HOST:PORT, as 10.0.0.1:9000"),
+        (("host:9000", 1, 0), "num_processes=1 is nobody to join; it must be 2 or more"),
+        (("host:9000", 2, 2), "process_id=2 of 2 processes; it must be 0 to 1"),
+        (("host:9000", None, 0), "coordinator, num_processes and process_id go together; give all of them, or none"),
+        (("host:9000", 2, -1), "process_id=-1 of 2 processes; it must be 0 to 1"),
+    ],
+)
+def test_numbers_that_cannot_be_are_one_sentence(given, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        multihost.join(*given)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"), [("SLURM_PROCID", 3), ("OMPI_COMM_WORLD_RANK", 0), ("JOB_COMPLETION_INDEX", 1)]
+)
+def test_the_rank_is_found_out(monkeypatch, name, rank):
+    for other in multihost.RANKS:
+        monkeypatch.delenv(other, raising=False)
+    with pytest.raises(ValueError, match=r"^this process's number .* is not known: none of SLURM_PROCID,"):
+        multihost.detected_rank()
+    monkeypatch.setenv(name, str(rank))
+    assert multihost.detected_rank() == rank
+
+
+def test_an_order_survives_the_wire():
+    order = Order("step", (16, 8, 1), (np.arange(7, dtype=np.int32), np.ones((2, 3), np.float32), np.uint32([[5]])))
+    found = Order.from_bytes(order.to_bytes())
+    assert (found.kind, found.numbers) == (order.kind, order.numbers)
+    for ours, theirs in zip(found.arrays, order.arrays, strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+    assert Order.from_bytes(Order("reset").to_bytes()) == Order("reset")

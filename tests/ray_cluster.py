@@ -29,7 +29,7 @@ def save_wide_model(folder: Path, max_len: int) -> None:
     for path, leaf in traverse_util.flatten_dict(params).items():
         whole = np.asarray(leaf)
         for part in _parts(path, whole.shape, model.config.fused()):
-            tensors[part.tensor] = np.ascontiguousarray(whole if part.outputs is None else whole[part.outputs])
+            tensors[part.tensor] = np.ascontiguousarray(whole[part.region])
     save_file(tensors, folder / "model.safetensors")
     config = HF_CONFIG | {"vocab_size": NUM_TOKENS, "max_position_embeddings": max_len, "eos_token_id": EOS}
     (folder / "config.json").write_text(json.dumps(config))

@@ -573,6 +573,77 @@ def test_an_lm_head_is_left_over_only_where_the_model_ties_it():
         load_params(Memory(hf_tensors()), abstract_params(tied=True), dtype="float32", fused=FUSED)
 
 
+# Stacks of experts
+
+X = 3
+STACKS = {
+    "experts.gate_up_proj": {"experts.{}.w1": F, "experts.{}.w3": F},
+    "experts.down_proj": {"experts.{}.w2": E},
+}
+IN_MEMORY = {"gate_up_proj": (X, 2 * F, E), "down_proj": (X, E, F)}
+
+
+def expert_tensors() -> dict[str, np.ndarray]:
+    """As Mixtral has them on disk."""
+    shapes = {"w1": (F, E), "w2": (E, F), "w3": (F, E)}
+    names = (f"{expert}.{part}" for expert in range(X) for part in shapes)
+    prefix = "model.layers.0.block_sparse_moe.experts"
+    return {f"{prefix}.{name}.weight": RNG.normal(size=shapes[name[2:]]).astype(np.float32) for name in names}
+
+
+def load_experts(source: Any, **options: Any) -> dict[str, Any]:
+    stacks = {name: {"weight": jax.ShapeDtypeStruct(shape, jnp.float32)} for name, shape in IN_MEMORY.items()}
+    tree = {"model": {"layers_0": {"mlp": {"experts": stacks}}}}
+    found = load_params(source, tree, **{"dtype": "float32", "fused": STACKS} | options)
+    return found["model"]["layers_0"]["mlp"]["experts"]
+
+
+def test_a_stack_of_experts_is_filled_from_its_tensors():
+    t = expert_tensors()
+    found = load_experts(Memory(t))
+    for expert in range(X):
+        w1, w2, w3 = (t[f"model.layers.0.block_sparse_moe.experts.{expert}.w{i}.weight"] for i in (1, 2, 3))
+        np.testing.assert_array_equal(found["gate_up_proj"]["weight"][expert], np.concatenate((w1, w3)))
+        np.testing.assert_array_equal(found["down_proj"]["weight"][expert], w2)
+
+
+def test_a_stack_of_experts_may_be_a_tensor_of_its_own():
+    t = {f"model.layers.0.mlp.experts.{name}": RNG.normal(size=shape) for name, shape in IN_MEMORY.items()}
+    found = load_experts(Memory(t))
+    for name in IN_MEMORY:
+        np.testing.assert_array_equal(found[name]["weight"], t[f"model.layers.0.mlp.experts.{name}"].astype("float32"))
+
+
+def test_experts_are_read_straight_into_their_stack(tmp_path, monkeypatch):
+    save_file(expert_tensors(), tmp_path / "model.safetensors")
+    source, read, hosts = SafetensorsSource(tmp_path), [], []
+    read_into = source.read_into
+    monkeypatch.setattr(source, "read_into", lambda name, out: (read.append(out), read_into(name, out)))
+    load_experts(source, place=lambda host: hosts.append(host) or jax.device_put(host))
+    assert [host.shape for host in hosts] == list(IN_MEMORY.values())
+    assert [sum(np.shares_memory(out, host) for out in read) for host in hosts] == [2 * X, X]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"2.w3": None}, r"lacks tensor 'model.layers.0.mlp.experts.2.w3.weight', which the model needs"),
+        ({"1.w2": (F, E)}, r"'model.layers.0.block_sparse_moe.experts.1.w2.weight' has shape \(10, 6\); .*\(6, 10\)"),
+        ({"3.w1": (F, E)}, r"has tensor 'model.layers.0.block_sparse_moe.experts.3.w1.weight', for which the model"),
+    ],
+)
+def test_an_expert_missing_left_over_or_misshapen_is_named_before_anything_is_read(change, sentence):
+    t = expert_tensors()
+    for name, shape in change.items():
+        name = f"model.layers.0.block_sparse_moe.experts.{name}.weight"
+        t.pop(name, None)
+        t |= {} if shape is None else {name: np.zeros(shape, np.float32)}
+    source = Memory(t)
+    with pytest.raises(ValueError, match=sentence):
+        load_experts(source)
+    assert source.bytes_read == 0
+
+
 # Memory
 
 PEAK = r"""

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from fastgen_jax.sharding import Shards, piece
 # The last key of a leaf's path -> the last part of its tensor's name.
 _TENSOR_KINDS = {"weight": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # computed from the config, stored by old checkpoints
+_MIXTRAL, _OTHERS = ".block_sparse_moe.", ".mlp."  # what Mixtral calls on disk what its kin call otherwise
 
 Path = tuple[str, ...]
 NO_FUSION: Mapping[str, Mapping[str, int]] = MappingProxyType({})
@@ -38,10 +39,14 @@ class Cut(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A checkpoint's tensor and the outputs (first axis) of a leaf that it fills; None is the whole leaf."""
+    """A checkpoint's tensor and the region of a leaf that it fills, as an index of it; () is the whole leaf."""
 
     tensor: str
-    outputs: slice | None
+    region: tuple[int | slice, ...]
+
+    def shape(self, leaf: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the region, in a leaf of such a shape."""
+        return np.broadcast_to(np.uint8(0), leaf)[self.region].shape
 
 
 def load_params(
@@ -62,6 +67,9 @@ def load_params(
         is a weight too, a "bias" a bias. All tensors may lack "model.".
     fused: module name -> its parts in the checkpoint and how many outputs each has, in order, for a module
         that does the work of several: {"qkv_proj": {"q_proj": 576, "k_proj": 192, "v_proj": 192}}.
+        "experts.gate_up_proj" is a gate_up_proj in a module experts, and its parts lie beside experts. A "{}" in a
+        part's name is an index of the leaf's first axis, the outputs are then the second:
+        {"experts.gate_up_proj": {"experts.{}.w1": 14336, "experts.{}.w3": 14336}}.
     tied: the model has no lm_head of its own; one in the checkpoint has to be a copy of the embedding.
     cut: share the leaves out over devices instead of `place`. A process reads what its own devices have, and no
         device ever holds more than its shard.
@@ -72,8 +80,8 @@ def load_params(
     one shard of a leaf.
     """
     leaves = traverse_util.flatten_dict(dict(abstract_params))
-    plan = {path: _parts(path, leaf.shape, fused) for path, leaf in leaves.items()}
     stored = _stored_names(source.names())
+    plan = {path: _parts(path, leaf.shape, fused, stored) for path, leaf in leaves.items()}
     _check_names(plan, stored, tied)
     _check_shapes(plan, leaves, stored, source)
     if tied:
@@ -87,7 +95,7 @@ def load_params(
             else:
                 host = _aligned_empty(leaf.shape, np.dtype(dtype))
                 for part in plan[path]:
-                    source.read_into(stored[part.tensor], host if part.outputs is None else host[part.outputs])
+                    source.read_into(stored[part.tensor], host[part.region])
                 # A copy still under way would keep this leaf's host array alive beside the next.
                 params[path] = jax.block_until_ready(place(host))
             advance(1)
@@ -144,20 +152,30 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return data[first : first + nbytes].view(dtype).reshape(shape)
 
 
-def _parts(path: Path, shape: tuple[int, ...], fused: Mapping[str, Mapping[str, int]]) -> list[_Part]:
-    """The tensors that fill a leaf, in Hugging Face's names."""
+def _parts(
+    path: Path, shape: tuple[int, ...], fused: Mapping[str, Mapping[str, int]], stored: Container[str] = ()
+) -> list[_Part]:
+    """The tensors that fill a leaf, in Hugging Face's names. stored: those that the checkpoint has."""
     *scopes, module, leaf = path
     if leaf not in _TENSOR_KINDS:
         raise ValueError(f"parameter {'/'.join(path)} must be named one of {', '.join(_TENSOR_KINDS)}")
     modules = [re.sub(r"^layers_(\d+)$", r"layers.\1", scope) for scope in scopes]
+    whole, kind = ".".join((*modules, module)), _TENSOR_KINDS[leaf]
+    if (nested := ".".join((*modules[-1:], module))) in fused:
+        if whole in stored:  # the stack that transformers 5 makes of the experts, saved as it is
+            return [_Part(whole, ())]
+        module, modules = nested, modules[:-1]
     if module not in fused:
-        return [_Part(".".join((*modules, module, _TENSOR_KINDS[leaf])), None)]
+        return [_Part(f"{whole}.{kind}", ())]
     sizes = fused[module]
-    if sum(sizes.values()) != shape[0]:
-        raise ValueError(f"parameter {'/'.join(path)} has {shape[0]} outputs, its parts {dict(sizes)}")
+    is_stack = any("{}" in part for part in sizes)
+    indexes: list[tuple[int, ...]] = [(i,) for i in range(shape[0])] if is_stack else [()]
+    if sum(sizes.values()) != shape[len(indexes[0])]:
+        raise ValueError(f"parameter {'/'.join(path)} has {shape[len(indexes[0])]} outputs, its parts {dict(sizes)}")
     stops = np.cumsum(list(sizes.values())).tolist()
     return [
-        _Part(".".join((*modules, part, _TENSOR_KINDS[leaf])), slice(stop - outputs, stop))
+        _Part(".".join((*modules, part.format(*index), kind)), (*index, slice(stop - outputs, stop)))
+        for index in indexes
         for (part, outputs), stop in zip(sizes.items(), stops, strict=True)
     ]
 
@@ -165,11 +183,10 @@ def _parts(path: Path, shape: tuple[int, ...], fused: Mapping[str, Mapping[str, 
 def _stored_names(names: Sequence[str]) -> dict[str, str]:
     """Tensor names as a causal language model has them -> as the checkpoint has them.
 
-    They differ where the checkpoint was saved from the base model, without its "model." prefix.
+    They differ where the checkpoint was saved from the base model, without its "model." prefix, and in Mixtral's.
     """
-    if any(name.startswith("model.") for name in names):
-        return {name: name for name in names}
-    return {name if name.startswith("lm_head.") else f"model.{name}": name for name in names}
+    prefix = "" if any(name.startswith("model.") for name in names) else "model."
+    return {(name if name.startswith("lm_head.") else prefix + name.replace(_MIXTRAL, _OTHERS)): name for name in names}
 
 
 def _check_names(plan: Mapping[Path, list[_Part]], stored: Mapping[str, str], tied: bool) -> None:
@@ -193,9 +210,7 @@ def _check_shapes(
 ) -> None:
     for path, parts in plan.items():
         for part in parts:
-            expected = leaves[path].shape
-            if part.outputs is not None:
-                expected = (part.outputs.stop - part.outputs.start, *expected[1:])
+            expected = part.shape(leaves[path].shape)
             found = source.shape(stored[part.tensor])
             if found != expected:
                 raise ValueError(f"tensor {stored[part.tensor]!r} has shape {found}; the model expects {expected}")

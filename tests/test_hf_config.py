@@ -10,6 +10,7 @@ from test_models import VARIANTS
 
 from fastgen_jax import checkpoint, kernels, models
 from fastgen_jax.models import llama, opt
+from fastgen_jax.models.moe import Mixture
 from fastgen_jax.models.rope import Rope
 
 # What every config.json says and no forward pass reads.
@@ -174,6 +175,83 @@ QWEN25_7B = QWEN25_05B | {
     "tie_word_embeddings": False,
     "vocab_size": 152064,
 }
+MIXTRAL_8X7B = MISTRAL_7B_V01 | {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+QWEN3_8B = TRAILER | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN15_MOE = TRAILER | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_30B = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
 
 
 def read(hf_config: dict[str, Any]) -> Any:
@@ -188,6 +266,12 @@ def llama3_rope(dim: int, factor: float) -> Rope:
     return Rope(dim, 500000.0, "llama3", factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
+MIXTURES = {
+    "mixtral": Mixture(8, 2, 14336, normalise=True, parts=("w1", "w3", "w2")),
+    "qwen2_moe": Mixture(60, 4, 1408, normalise=False, shared=5632),
+    "qwen3_moe": Mixture(128, 8, 768, normalise=True),
+}
+
 # config.json -> vocabulary, hidden, MLP, layers, heads, KV heads, head_dim, positions, rope, window of all layers
 LLAMAS = [
     (LLAMA_2_7B, (32000, 4096, 11008, 32, 32, 32, 128, 4096, rope(128, 10000.0, 4096), None)),
@@ -199,6 +283,10 @@ LLAMAS = [
     (MISTRAL_7B_V03, (32768, 4096, 14336, 32, 32, 8, 128, 32768, rope(128, 1000000.0, 32768), None)),
     (QWEN25_05B, (151936, 896, 4864, 24, 14, 2, 64, 32768, rope(64, 1000000.0, 32768), None)),
     (QWEN25_7B, (152064, 3584, 18944, 28, 28, 4, 128, 131072, rope(128, 1000000.0, 131072), None)),
+    (MIXTRAL_8X7B, (32000, 4096, 14336, 32, 32, 8, 128, 32768, rope(128, 1000000.0, 32768), None)),
+    (QWEN15_MOE, (151936, 2048, 5632, 24, 16, 16, 128, 8192, rope(128, 1000000.0, 8192), None)),
+    (QWEN3_8B, (151936, 4096, 12288, 36, 32, 8, 128, 40960, rope(128, 1000000.0, 40960), None)),
+    (QWEN3_30B, (151936, 2048, 6144, 48, 32, 4, 128, 40960, rope(128, 1000000.0, 40960), None)),
 ]
 
 
@@ -218,7 +306,9 @@ def test_real_llamas_mistrals_and_qwens_are_read_right(hf_config, expected):
         windows=(window,) * layers,
         rms_norm_eps=hf_config["rms_norm_eps"],
         hidden_act="silu",
-        qkv_bias=hf_config["model_type"] == "qwen2",
+        qkv_bias=hf_config["model_type"].startswith("qwen2"),
+        qk_norm=hf_config["model_type"].startswith("qwen3"),
+        mixture=MIXTURES.get(hf_config["model_type"]),
         tie_word_embeddings=hf_config["tie_word_embeddings"],
     )
     assert read(hf_config).max_positions == positions
@@ -267,9 +357,13 @@ def test_what_transformers_writes_reads_as_the_config_it_was_made_from(variant, 
     assert read(checkpoint.resolve(tmp_path).hf_config) == read(VARIANTS[variant])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "opt", "qwen2"])
-def test_an_unknown_field_is_refused_by_family_name_and_value(family):
-    hf_config = {"llama": LLAMA_3_8B, "mistral": MISTRAL_7B_V03, "opt": OPT_125M, "qwen2": QWEN25_7B}[family]
+@pytest.mark.parametrize(
+    "hf_config",
+    [LLAMA_3_8B, MISTRAL_7B_V03, OPT_125M, QWEN25_7B, MIXTRAL_8X7B, QWEN15_MOE, QWEN3_8B, QWEN3_30B],
+    ids=lambda hf_config: hf_config["model_type"],
+)
+def test_an_unknown_field_is_refused_by_family_name_and_value(hf_config):
+    family = hf_config["model_type"]
     with pytest.raises(ValueError, match=f"this {family} model has unsupported fields: logit_scale=0.0625"):
         read(hf_config | {"logit_scale": 0.0625})
 
@@ -288,7 +382,10 @@ def test_neutral_fields_change_nothing():
     ("hf_config", "sentence"),
     [
         (LLAMA_3_8B | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantised \(gptq\)"),
-        (LLAMA_3_8B | {"model_type": "gemma"}, "model_type='gemma' .* families are llama, mistral, opt, qwen2"),
+        (
+            LLAMA_3_8B | {"model_type": "gemma"},
+            "model_type='gemma' .* families are llama, mistral, mixtral, opt,",
+        ),
         (LLAMA_3_8B | {"model_type": "layers"}, "model_type='layers' is not supported"),
         (LLAMA_3_8B | {"rope_scaling": {"type": "su"}}, "'su' .*; choose default, linear, dynamic, yarn, llama3"),
         (LLAMA_3_8B | {"rope_interleaved": True}, "rope_interleaved=True .* not supported, only False"),
@@ -307,6 +404,16 @@ def test_neutral_fields_change_nothing():
         (QWEN25_05B | {"layer_types": ["full_attention"]}, "1 entries; it must have num_hidden_layers=24"),
         (QWEN25_05B | {"layer_types": ["linear_attention"] * 24}, "layer_types has 'linear_attention'; it can"),
         (MISTRAL_7B_V03 | {"layer_types": ["full_attention"] * 32}, "mistral .* unsupported fields: layer_types"),
+        (MIXTRAL_8X7B | {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be at most the number of experts, 8"),
+        (MIXTRAL_8X7B | {"num_local_experts": None}, "this mixtral model lacks the field 'num_local_experts'"),
+        (MIXTRAL_8X7B | {"num_experts": 8}, "this mixtral model has unsupported fields: num_experts=8"),
+        (
+            QWEN15_MOE | {"num_experts_per_tok": 0},
+            "num_experts_per_tok=0 of this qwen2_moe model must be",
+        ),
+        (QWEN15_MOE | {"moe_intermediate_size": 1.5}, "moe_intermediate_size=1.5 of this qwen2_moe model must be"),
+        (QWEN3_30B | {"decoder_sparse_step": 0}, "decoder_sparse_step=0 of this qwen3_moe model must be"),
+        (QWEN3_30B | {"shared_expert_intermediate_size": 8}, "qwen3_moe .* unsupported fields: shared_expert_intermed"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_a_sentence(hf_config, sentence):
@@ -339,6 +446,10 @@ def opt_size(c: dict[str, Any]) -> int:
         (SMOLLM2_135M, llama_size(SMOLLM2_135M)),
         (QWEN25_05B, llama_size(QWEN25_05B)),
         (MISTRAL_7B_V01, llama_size(MISTRAL_7B_V01)),
+        (MIXTRAL_8X7B, 46_702_792_704),
+        (QWEN15_MOE, 14_315_784_192),
+        (QWEN3_8B, 8_190_735_360),
+        (QWEN3_30B, 30_532_122_624),
         (OPT_125M, opt_size(OPT_125M)),
         (OPT_350M, opt_size(OPT_350M)),
     ],

@@ -30,6 +30,11 @@ LLAMA = {
 }
 MISTRAL = LLAMA | {"model_type": "mistral"}
 QWEN2 = LLAMA | {"model_type": "qwen2"}
+QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+QWEN2_MOE = LLAMA | EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 40}
+QWEN3_MOE = QWEN3 | EXPERTS | {"model_type": "qwen3_moe"}
 OPT = {
     "model_type": "opt",
     "vocab_size": 97,
@@ -98,6 +103,22 @@ VARIANTS = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "qwen2, tied, yarn": QWEN2 | {"tie_word_embeddings": True, "rope_scaling": YARN},
+    "qwen3": QWEN3,
+    "qwen3, attention_bias, tied": QWEN3 | {"attention_bias": True, "tie_word_embeddings": True},
+    "qwen3, window from layer 1": QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "mixtral": MIXTRAL,
+    "mixtral, one expert a token": MIXTRAL | {"num_experts_per_tok": 1},
+    "mixtral, window 8": MIXTRAL | {"sliding_window": 8},
+    "qwen2_moe": QWEN2_MOE,
+    "qwen2_moe, norm_topk_prob": QWEN2_MOE | {"norm_topk_prob": True},
+    "qwen2_moe, mlp_only_layers": QWEN2_MOE | {"mlp_only_layers": [0]},
+    "qwen2_moe, no qkv_bias": QWEN2_MOE | {"qkv_bias": False},
+    "qwen2_moe, window below layer 1": QWEN2_MOE
+    | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe, norm_topk_prob, attention_bias": QWEN3_MOE | {"norm_topk_prob": True, "attention_bias": True},
+    "qwen3_moe, every second layer": QWEN3_MOE | {"decoder_sparse_step": 2},
+    "qwen3_moe, window": QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 8},
 }
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (NUM_SEQUENCES, LENGTH))
@@ -185,6 +206,10 @@ def test_steps_of_different_buckets_and_block_sizes(block_size):
         [f"llama, rope {name}" for name in ROPE_VARIANTS],
         ["mistral, window 8", "mistral, window 21", "mistral, no window"],
         ["qwen2", "qwen2, window from layer 1", "qwen2, layer_types"],
+        ["qwen3", "qwen3, window from layer 1"],
+        ["mixtral", "mixtral, one expert a token", "mixtral, window 8"],
+        ["qwen2_moe", "qwen2_moe, norm_topk_prob", "qwen2_moe, window below layer 1"],
+        ["qwen3_moe", "qwen3_moe, window"],
     ],
 )
 def test_the_variants_of_a_group_differ_by_far_more_than_the_tolerance(group):

@@ -19,7 +19,7 @@ from fastgen_jax.kernels import get_backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.layers import Params
 
-SHARED = {"hf_config", "layers", "rope"}
+SHARED = {"hf_config", "layers", "moe", "rope"}
 
 
 def families() -> list[str]:

@@ -14,11 +14,12 @@ NEUTRAL = frozenset(
     finetuning_task forced_bos_token_id forced_eos_token_id id2label init_std initializer_range
     is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id layerdrop
     length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
-    num_labels num_return_sequences output_attentions output_hidden_states output_scores
-    pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
-    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
-    top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    num_labels num_return_sequences output_attentions output_hidden_states output_router_logits
+    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params
+    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
+    torchscript transformers.js_config transformers_version typical_p
     unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905 (a list of strings would take a line for each)
 )

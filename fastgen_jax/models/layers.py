@@ -147,6 +147,7 @@ class Attention(nn.Module):
     """Self-attention over the paged pool: project, rotate, write the new K/V, attend, project back.
 
     `out_name` is what the checkpoint calls the output projection; `window` is in tokens, None is all.
+    `qk_norm_eps`: of an RMSNorm on each head of q and k before they are rotated; None has none.
     """
 
     num_heads: int
@@ -157,6 +158,7 @@ class Attention(nn.Module):
     out_bias: bool = False
     out_name: str = "o_proj"
     window: int | None = None
+    qk_norm_eps: float | None = None
     shards: Shards = WHOLE
 
     @nn.compact
@@ -169,6 +171,9 @@ class Attention(nn.Module):
             project = Linear((h + 2 * k) * d, self.qkv_bias, axes=("heads", "embed"), shards=shards, name="qkv_proj")
             qkv = project(x).reshape(-1, h + 2 * k, d)
             queries, keys, values = jnp.split(qkv, (h, h + k), axis=1)
+            if self.qk_norm_eps is not None:
+                queries = RMSNorm(self.qk_norm_eps, name="q_norm")(queries.reshape(-1, d)).reshape(queries.shape)
+                keys = RMSNorm(self.qk_norm_eps, name="k_norm")(keys.reshape(-1, d)).reshape(keys.shape)
         if cos_sin is not None:
             with jax.named_scope("rope"):
                 queries, keys = rotate(queries, *cos_sin), rotate(keys, *cos_sin)

@@ -1,4 +1,4 @@
-"""Llama: LLaMA, Llama-2, Llama-3.x and what differs from them by a setting (Mistral, Qwen2)."""
+"""Llama: LLaMA, Llama-2, Llama-3.x and what differs from them by a setting (Mistral, Mixtral, the Qwens)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from fastgen_jax.kernels import Backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.hf_config import HFConfig
 from fastgen_jax.models.layers import Attention, Embed, GatedMLP, Layer, Linear, Params, RMSNorm, activation
+from fastgen_jax.models.moe import Mixture, MixtureMLP
 from fastgen_jax.models.rope import Rope
 from fastgen_jax.sharding import WHOLE, Shards
 
@@ -37,7 +38,9 @@ class Config:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     tie_word_embeddings: bool = False
+    mixture: Mixture | None = None
 
     @property
     def max_positions(self) -> int:
@@ -49,6 +52,12 @@ class Config:
         """Width of the hidden states that `logits` takes."""
         return self.hidden_size
 
+    @property
+    def mixtures(self) -> tuple[Mixture | None, ...]:
+        """Of each layer, the experts that it has in the place of an MLP."""
+        dense = range(self.num_layers) if self.mixture is None else self.mixture.dense_layers
+        return tuple(None if layer in dense else self.mixture for layer in range(self.num_layers))
+
     def fused(self, shards: Shards = WHOLE) -> dict[str, dict[str, int]]:
         """Module -> the checkpoint's modules it is made of, with their output widths, of one shard."""
         q = shards.local(self.num_heads, "heads") * self.head_dim
@@ -57,7 +66,7 @@ class Config:
         return {
             "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
             "gate_up_proj": {"gate_proj": mlp, "up_proj": mlp},
-        }
+        } | ({} if self.mixture is None else self.mixture.fused(self.hidden_size, shards))
 
 
 def from_hf(hf: Mapping[str, Any]) -> Config:
@@ -77,7 +86,7 @@ def from_hf(hf: Mapping[str, Any]) -> Config:
 
 
 def read_config(fields: HFConfig, *, windows: tuple[int | None, ...], **switches: Any) -> Config:
-    """What Llama, Mistral and Qwen2 read alike; the caller takes its own fields and calls `finish`."""
+    """What Llama, Mistral and the Qwens read alike; the caller takes its own fields and calls `finish`."""
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -108,11 +117,12 @@ def read_config(fields: HFConfig, *, windows: tuple[int | None, ...], **switches
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(x))."""
+    """x + attention(norm(x)), then + mlp(norm(x)), the MLP of one expert or of a mixture."""
 
     config: Config
     backend: Backend
     window: int | None
+    mixture: Mixture | None
     shards: Shards = WHOLE
 
     @nn.compact
@@ -128,6 +138,7 @@ class Block(nn.Module):
             c.qkv_bias,
             c.out_bias,
             window=self.window,
+            qk_norm_eps=c.rms_norm_eps if c.qk_norm else None,
             shards=self.shards,
             name="self_attn",
         )
@@ -135,8 +146,11 @@ class Block(nn.Module):
         x = x + y
         y = RMSNorm(c.rms_norm_eps, name="post_attention_layernorm")(x)
         with jax.named_scope("mlp"):
-            mlp = GatedMLP(c.intermediate_size, c.hidden_act, c.mlp_bias, self.shards, name="mlp")
-            return x + mlp(y), kv
+            if self.mixture is None:
+                mlp = GatedMLP(c.intermediate_size, c.hidden_act, c.mlp_bias, self.shards, name="mlp")
+                return x + mlp(y), kv
+            experts = MixtureMLP(self.mixture, c.hidden_act, self.shards, name="mlp")
+            return x + experts(y, batch.slot_mapping >= 0), kv
 
 
 class Decoder(nn.Module):
@@ -150,7 +164,8 @@ class Decoder(nn.Module):
         c = self.config
         self.embed_tokens = Embed(c.vocab_size, c.hidden_size, ("vocab", "embed"), self.shards)
         self.norm = RMSNorm(c.rms_norm_eps)
-        self.layers = [Layer(Block, (c, self.backend, window, self.shards)) for window in c.windows]
+        kinds = zip(c.windows, c.mixtures, strict=True)
+        self.layers = [Layer(Block, (c, self.backend, *kind, self.shards)) for kind in kinds]
 
     def __call__(self, batch: RaggedBatch, kv_pool: list[LayerKV]) -> tuple[Array, list[LayerKV]]:
         x = self.embed_tokens(batch.token_ids)

@@ -1,7 +1,8 @@
 """The least time that a step can take: bytes over bandwidth, operations over peak, whichever is more.
 
-Counted are the weights, read once a step, the keys and values, read and written, and the operations of matmuls and
-attention. Not counted: activations, sampling, launches, and under tensor parallelism the communication.
+Counted are the weights, read once a step (of experts, those that its tokens take), the keys and values, read and
+written, and the operations of matmuls and attention. Not counted: activations, sampling, launches, and under tensor
+parallelism the communication.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from fastgen_jax.gpus import Gpu
 class Work:
     """What a model's steps cost one device.
 
-    weights_bytes: of the weights that a step reads whole; not of tables of which it reads a few rows.
-    layer_params: weights of the layers' matmuls, all layers together; head_params: of the one to the logits.
+    weights_bytes: of the weights that a step reads whole; not of tables of which it reads a few rows, nor of experts.
+    layer_params: weights of the layers' matmuls that a token is multiplied with, all layers together; head_params: of
+        the one to the logits.
     kv_bytes: keys and values of one token in one layer.
     pair_flops: operations for one query of one token, over all heads, to attend to one key, in one layer.
     windows: of each layer, how many keys a query sees; None is all.
+    experts_bytes: of all `num_experts` experts, all layers together, of which a token takes `experts_per_token`.
     """
 
     weights_bytes: int
@@ -27,6 +30,14 @@ class Work:
     kv_bytes: int
     pair_flops: int
     windows: tuple[int | None, ...]
+    experts_bytes: int = 0
+    num_experts: int = 1
+    experts_per_token: int = 1
+
+    def read_bytes(self, tokens: int) -> int:
+        """Of weights, in a step of so many tokens, which share no expert as long as there are others."""
+        hit = min(self.experts_per_token * tokens, self.num_experts)
+        return self.weights_bytes + self.experts_bytes * hit // self.num_experts
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,11 @@ def prompt(work: Work, gpu: Gpu, dtype: str, num_tokens: int) -> Bound:
 
 
 def knee(work: Work, gpu: Gpu, dtype: str) -> float:
-    """Tokens in a step at which its matmuls take as long as reading the weights: fewer leave the GPU's units idle."""
-    return work.weights_bytes / gpu.bandwidth * gpu.flops(dtype) / (2 * work.layer_params)
+    """Tokens in a step at which its matmuls take as long as reading the weights: fewer leave the GPU's units idle.
+
+    So many tokens hit every expert.
+    """
+    return (work.weights_bytes + work.experts_bytes) / gpu.bandwidth * gpu.flops(dtype) / (2 * work.layer_params)
 
 
 def _seen(context: int, window: int | None) -> int:
@@ -71,7 +85,7 @@ def _seen(context: int, window: int | None) -> int:
 
 def _bound(name: str, work: Work, gpu: Gpu, dtype: str, *, tokens: int, rows: int, keys: int, pairs: int) -> Bound:
     """rows: sequences whose logits are computed. keys: read, summed over layers. pairs: of query and key, likewise."""
-    num_bytes = work.weights_bytes + work.kv_bytes * (keys + tokens * len(work.windows))
+    num_bytes = work.read_bytes(tokens) + work.kv_bytes * (keys + tokens * len(work.windows))
     flops = 2 * (work.layer_params * tokens + work.head_params * rows) + work.pair_flops * pairs
     memory_s, compute_s = num_bytes / gpu.bandwidth, flops / gpu.flops(dtype)
     seconds = max(memory_s, compute_s)

@@ -117,15 +117,20 @@ class Sizing:
     @cached_property
     def work(self) -> Work:
         """What a step costs, for the roofline."""
-        c, head = self.model_config, self.model.head_params(self.params)
+        c, head, experts = self.model_config, self.model.head_params(self.params), expert_leaves(self.params)
         tables = num_bytes(leaves(self.params, "embedding")) - num_bytes(leaves(head, "embedding"))
+        num_experts, top_k = (m.num_experts, m.top_k) if (m := getattr(c, "mixture", None)) else (1, 1)
+        unused = num_elements(experts) * (num_experts - top_k) // num_experts
         return Work(
-            weights_bytes=self.weights_bytes - tables,
-            layer_params=num_elements(leaves(self.params, "weight")) - num_elements(leaves(head, "weight")),
+            weights_bytes=self.weights_bytes - tables - num_bytes(experts),
+            layer_params=num_elements(leaves(self.params, "weight")) - num_elements(leaves(head, "weight")) - unused,
             head_params=num_elements(leaves(head, "weight", "embedding")),
             kv_bytes=self.block_bytes // (self.block_size * c.num_layers),
             pair_flops=4 * self.shards.local(c.num_heads, "heads") * c.head_dim,
             windows=c.windows,
+            experts_bytes=num_bytes(experts),
+            num_experts=num_experts,
+            experts_per_token=top_k,
         )
 
 
@@ -156,6 +161,12 @@ def num_elements(tree: Any) -> int:
 def leaves(params: Params, *names: str) -> list[jax.ShapeDtypeStruct]:
     """The arrays of `params` that are called one of `names`."""
     return [x for path, x in jax.tree_util.tree_leaves_with_path(params) if path[-1].key in names]
+
+
+def expert_leaves(params: Params) -> list[jax.ShapeDtypeStruct]:
+    """The stacks of experts of which a token takes a few."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return [x for path, x in leaves if any(part.key == "experts" for part in path)]
 
 
 def compile_all(

@@ -189,6 +189,58 @@ def test_a_share_of_a_model_is_its_weights_and_pool_divided(model):
     assert half.work.pair_flops * 2 == whole.work.pair_flops
 
 
+# Mixtures of experts
+
+MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+}
+
+
+def test_a_step_reads_the_experts_that_its_tokens_take_and_multiplies_with_two_for_each():
+    gpu, found = GPUS["h200"], sizing(MIXTRAL_8X7B, "h200")
+    attention, expert, router = 2 * 4096 * 4096 + 2 * 4096 * 1024, 3 * 4096 * 14336, 8 * 4096
+    rest = 2 * (32 * (attention + router + 2 * 4096) + 4096 + 32000 * 4096)  # with the head, without the table
+    assert found.weights_bytes == 2 * 46_702_792_704 == rest + 2 * 32 * 8 * expert + 2 * 32000 * 4096
+    work = found.work
+    assert [work.read_bytes(n) for n in (1, 3, 4, 512)] == [rest + 2 * 32 * hit * expert for hit in (2, 6, 8, 8)]
+    assert work.layer_params == 32 * (attention + router + 2 * expert)
+    kv = 2 * 2 * 8 * 128
+    one, many = (roofline.decode(work, gpu, "bfloat16", n, 1024) for n in (1, 64))
+    assert one.bytes == rest + 2 * 32 * 2 * expert + 32 * 1025 * kv
+    assert many.bytes == rest + 2 * 32 * 8 * expert + 32 * 64 * 1025 * kv
+    active = 32 * (attention + router + 2 * expert) + 32000 * 4096
+    assert many.flops == 64 * (2 * active + 32 * 1024 * 4 * 32 * 128)
+    knee = (rest + 2 * 32 * 8 * expert) / 4.8e12 * 989.4e12 / (2 * work.layer_params)
+    assert roofline.knee(work, gpu, "bfloat16") == pytest.approx(knee)
+
+
+def test_layers_with_a_plain_mlp_and_experts_that_all_tokens_take_are_read_whole():
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    others = {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]}
+    work = sizing(TINY | experts | others | {"model_type": "qwen2_moe"}, "h200").work
+    attention, shared, routers = 2 * 256 * 256 + 2 * 256 * 128, 3 * 256 * 32, (6 + 1) * 256
+    assert work.layer_params == 2 * attention + 3 * 256 * 512 + shared + routers + 2 * 3 * 256 * 64
+    assert work.experts_bytes == 2 * 6 * 3 * 256 * 64
+    assert work.read_bytes(2) - work.read_bytes(1) == work.experts_bytes // 3
+
+
+def test_a_share_of_a_mixture_is_a_share_of_each_expert():
+    whole, half = (sizing(MIXTRAL_8X7B, "b200", tp).work for tp in (1, 2))
+    assert half.experts_bytes * 2 == whole.experts_bytes
+    assert half.layer_params * 2 == whole.layer_params + 32 * 8 * 4096  # the router is on both
+    with pytest.raises(ValueError, match="tp=4 does not divide the width of the model's experts, 14338"):
+        sizing(MIXTRAL_8X7B | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 14338}, "b200", 4)
+
+
 # What the compilers print
 
 PTXAS = """\

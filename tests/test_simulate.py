@@ -8,6 +8,7 @@ import pytest
 
 from fastgen_jax import cli
 from fastgen_jax.bench import grid
+from fastgen_jax.bench.deployment import Deployment
 from fastgen_jax.bench.drive import closed_loop, open_loop
 from fastgen_jax.bench.load import Request
 from fastgen_jax.bench.measured_steps import MeasuredSteps, StepTable, interpolate
@@ -16,7 +17,8 @@ from fastgen_jax.bench.step_model import Roofline, keys_and_pairs
 from fastgen_jax.gpus import GPUS, LINKS
 from fastgen_jax.roofline import Work
 from fastgen_jax.scheduler import Row, Sequence
-from fastgen_jax.types import POLICIES
+from fastgen_jax.sizing import Sizing
+from fastgen_jax.types import POLICIES, EngineConfig
 
 
 class ConstantSteps:
@@ -290,6 +292,38 @@ def test_splitting_prompts_costs_no_throughput(at_16_clients):
 def test_more_requests_keep_an_sla_when_prompts_are_split(at_16_clients):
     splitfuse, prefill_first, orca = (at_16_clients[policy]["effective"]["4"] for policy in POLICIES)
     assert splitfuse > 1.3 * max(prefill_first, orca)
+
+
+def test_a_step_of_few_tokens_reads_the_experts_that_they_take():
+    """Two of four for each token; a decode at 9 reads 10 keys and writes one in each of 2 layers."""
+    work = replace(WORK, experts_bytes=800, num_experts=4, experts_per_token=2)
+    model = Roofline(work, GPU, hidden_size=10, vocab_size=10)
+    for num_rows, read in ((1, 1400), (2, 1800), (3, 1800)):
+        head_s = (200 + num_rows * 160) * BYTE_S
+        seconds = (read + num_rows * 22 * 8) * BYTE_S + head_s
+        assert model.device_seconds([row(9, 1)] * num_rows) == pytest.approx(GAPS_S + seconds)
+
+
+@pytest.mark.parametrize("dense", [[], [1]])
+def test_a_deployment_of_a_mixture_is_that_of_all_its_layers(dense, tmp_path):
+    config = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "mlp_only_layers": dense,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    deployment = Deployment.of(str(tmp_path), GPUS["h200"])
+    whole = Sizing(config, GPUS["h200"], EngineConfig(dtype="bfloat16"), tp=1, mem_fraction=1)
+    assert (deployment.work, deployment.weights_bytes) == (whole.work, whole.weights_bytes)
 
 
 def test_deployments_by_their_published_sizes():

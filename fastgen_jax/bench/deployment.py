@@ -42,27 +42,20 @@ class Deployment:
     def of(cls, model: str, gpu: Gpu, *, tp: int = 1, dtype: str = "bfloat16") -> "Deployment":
         """A deployment of an alias, a folder, a config.json or a .gguf file. ValueError, one sentence, if it cannot be.
 
-        Layers have the same weights, so those of one and two layers tell those of all.
+        Where layers have the same weights, those of one and two layers tell those of all.
         """
         if not 1 <= tp <= MAX_TP:
             raise ValueError(f"tp={tp} must be a whole number from 1 to {MAX_TP}")
         hf_config = read_config(model)
         config = family(hf_config.get("model_type", "")).from_hf(hf_config)
-        one, two = (_sizing(_shortened(hf_config, layers), gpu, tp, dtype) for layers in (1, 2))
-        more = config.num_layers - 1
-        work = replace(
-            one.work,
-            weights_bytes=one.work.weights_bytes + more * (two.work.weights_bytes - one.work.weights_bytes),
-            layer_params=one.work.layer_params * config.num_layers,
-            windows=config.windows,
-        )
+        work, weights_bytes = _costs(hf_config, config, gpu, tp, dtype)
         return cls(
             model,
             gpu,
             tp,
             dtype,
             work,
-            weights_bytes=one.weights_bytes + more * (two.weights_bytes - one.weights_bytes),
+            weights_bytes=weights_bytes,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             max_positions=config.max_positions,
@@ -100,6 +93,23 @@ class Deployment:
             )
         num_blocks = self.num_blocks(config.block_size)
         return SimulatedEngine(self.roofline(config), config, num_blocks=num_blocks, max_model_len=self.max_positions)
+
+
+def _costs(hf_config: dict[str, Any], config: Any, gpu: Gpu, tp: int, dtype: str) -> tuple[Work, int]:
+    """What a step of the model costs, and the bytes of all its weights."""
+    if len(set(getattr(config, "mixtures", ()))) > 1:  # some layers have experts and some have not
+        whole = _sizing(hf_config, gpu, tp, dtype)
+        return whole.work, whole.weights_bytes
+    one, two = (_sizing(_shortened(hf_config, layers), gpu, tp, dtype) for layers in (1, 2))
+    more = config.num_layers - 1
+    work = replace(
+        one.work,
+        weights_bytes=one.work.weights_bytes + more * (two.work.weights_bytes - one.work.weights_bytes),
+        experts_bytes=one.work.experts_bytes * config.num_layers,
+        layer_params=one.work.layer_params * config.num_layers,
+        windows=config.windows,
+    )
+    return work, one.weights_bytes + more * (two.weights_bytes - one.weights_bytes)
 
 
 def _shortened(hf_config: dict[str, Any], num_layers: int) -> dict[str, Any]:

@@ -102,7 +102,6 @@ class Roofline:
         self._flops = gpu.flops(dtype) * MATMUL_EFFICIENCY
         self._attention_flops = gpu.flops(dtype) * ATTENTION_EFFICIENCY
         self._head_bytes = work.head_params * itemsize
-        self._layers_s = (work.weights_bytes - self._head_bytes) / self._bandwidth
         self._layers_token_s = 2 * work.layer_params / self._flops
         self._gaps_s = num_layers * KERNELS_PER_LAYER * KERNEL_GAP_S
         self._logits_bytes = LOGITS_PASSES * 4 * -(-vocab_size // tp)
@@ -113,8 +112,10 @@ class Roofline:
             self._token_link_s = 2 * num_layers * 2 * (tp - 1) / tp * hidden_size * itemsize / link
 
     def device_seconds(self, rows: Sequence[Row]) -> float:
-        tokens = padded(self._buckets, sum(row[2] for row in rows))
-        layers = max(self._layers_s, self._layers_token_s * tokens)
+        num_tokens = sum(row[2] for row in rows)
+        tokens = padded(self._buckets, num_tokens)
+        read_s = (self._work.read_bytes(num_tokens) - self._head_bytes) / self._bandwidth
+        layers = max(read_s, self._layers_token_s * tokens)
         return self._gaps_s + layers + self._token_link_s * tokens + self._attention_s(rows) + self._head_s(len(rows))
 
     def host_seconds(self, rows: Sequence[Row]) -> float:

@@ -36,8 +36,8 @@ class ShardingRules:
         for field in fields(self):
             if (axis := getattr(self, field.name)) not in (None, MESH_AXIS):
                 raise ValueError(f"{field.name}={axis!r} is no mesh axis; it must be {MESH_AXIS!r} or None")
-        if self.experts and self.expert_mlp:
-            raise ValueError("experts and expert_mlp cannot both be cut along one mesh axis; set one of them to None")
+        if (self.experts is None) == (self.expert_mlp is None):
+            raise ValueError("a mixture is cut by experts or within each: one of experts and expert_mlp must be None")
 
 
 @dataclass(frozen=True)
@@ -154,18 +154,23 @@ WHOLE = Shards()
 """One device that has everything."""
 
 
-def check_heads(config: Any, tensor_parallel: int) -> None:
+def check_heads(config: Any, tensor_parallel: int, rules: ShardingRules | None = None) -> None:
     """ValueError, with the numbers that would do, unless a model's heads and MLP can be shared out."""
-    heads, kv_heads, mlp = config.num_heads, config.num_kv_heads, config.intermediate_size
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    widths = {"MLP": config.intermediate_size}
+    if mixture := getattr(config, "mixture", None):
+        widths |= mixture.widths(rules or ShardingRules())
 
     def divides(n: int) -> bool:
-        return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0) and mlp % n == 0
+        shares_kv_heads = kv_heads % n == 0 or n % kv_heads == 0
+        return heads % n == 0 and shares_kv_heads and all(width % n == 0 for width in widths.values())
 
     if not divides(tensor_parallel):
         valid = ", ".join(str(n) for n in range(1, heads + 1) if divides(n))
+        sizes = ", ".join(f"{name} {width}" for name, width in widths.items())
         raise ValueError(
-            f"tensor_parallel={tensor_parallel} cannot share out {heads} heads over {kv_heads} KV heads and an MLP of "
-            f"{mlp}; it can be {valid}"
+            f"tensor_parallel={tensor_parallel} cannot share out {heads} heads over {kv_heads} KV heads ({sizes}); "
+            f"it can be {valid}"
         )
 
 

@@ -36,6 +36,17 @@ FAMILIES = {
     "llama, biases everywhere": LLAMA | {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
     "mistral, window": LLAMA | {"model_type": "mistral", "sliding_window": 8},
     "qwen2": LLAMA | {"model_type": "qwen2"},
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16},
+    "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": LLAMA
+    | {
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [],
+    },
     "opt": {
         "model_type": "opt",
         "vocab_size": 97,
@@ -62,9 +73,12 @@ def folder_of(name: str) -> Path:
 HF: dict = {}
 
 
+BY_EXPERTS = ShardingRules(experts="tp", expert_mlp=None)
+
+
 @cache
-def engine_of(name: str, size: int) -> Engine:
-    return load_engine(folder_of(name), Shards.over(jax.devices()[:size]))
+def engine_of(name: str, size: int, rules: ShardingRules | None = None) -> Engine:
+    return load_engine(folder_of(name), Shards.over(jax.devices()[:size], rules))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,6 +112,17 @@ def test_logits_are_hugging_faces_and_one_devices(name, size):
         theirs = HF[name](torch.tensor(TOKENS[:3, :24])).logits[:, -1].numpy()
     assert_close(ours, theirs)
     assert_close(ours, put_whole_and_in_pieces(engine_of(name, 1)))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_may_be_shared_out_whole(name, size):
+    ours = put_whole_and_in_pieces(engine_of(name, size, BY_EXPERTS))
+    assert_close(ours, put_whole_and_in_pieces(engine_of(name, 1)))
+    stack = engine_of(name, size, BY_EXPERTS).params["model"]["layers_0"]["mlp"]["experts"]["down_proj"]["weight"]
+    assert {shard.data.shape[0] for shard in stack.addressable_shards} == {8 // size}
+    backbone = engine_of(name, size, BY_EXPERTS)._runner.programs.get("backbone", 32)
+    assert [kind for _, kind in collectives(backbone.as_text())] == ["all-reduce"] * (2 * 2 + 1)
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
@@ -260,7 +285,8 @@ def test_params_laid_out_otherwise_are_refused():
     ("rules", "sentence"),
     [
         ({"heads": "dp"}, r"^heads='dp' is no mesh axis; it must be 'tp' or None$"),
-        ({"experts": "tp"}, r"^experts and expert_mlp cannot both be cut"),
+        ({"expert_mlp": None}, r"^a mixture is cut by experts or within each"),
+        ({"experts": "tp"}, r"^a mixture is cut by experts or within each"),
     ],
 )
 def test_rules_that_cannot_be_are_refused(rules, sentence):

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -131,18 +131,26 @@ class _Shared:
 
     def _read(self, path: Path, index: int, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> np.ndarray:
         host = _aligned_empty(shape, self._dtype)
-        for part, local in zip(self._plan[path], self._local_plan[path], strict=True):
-            out = host if local.outputs is None else host[local.outputs]
-            name = self._stored[part.tensor]
-            whole = self._source.shape(name)
+        for part, local in self._parts_of(path, index):
+            out, name = host[local.region], self._stored[part.tensor]
             region = tuple(
                 piece(n, have, index, self._shards.size, axis)
-                for n, have, axis in zip(whole, out.shape, axes, strict=True)
+                for n, have, axis in zip(self._source.shape(name), out.shape, axes[-out.ndim :], strict=True)
             )
             num_rows = region[0].stop - region[0].start
             out[num_rows:] = 0  # behind the end of the vocabulary
             self._source.read_into(name, out[:num_rows], region)
         return host
+
+    def _parts_of(self, path: Path, index: int) -> Iterator[tuple[_Part, _Part]]:
+        """The parts of a leaf that a shard has something of: as they are in the whole leaf, and in the shard's."""
+        parts, local = self._plan[path], self._local_plan[path]
+        if len(parts) < len(local):
+            name = self._stored[parts[0].tensor]
+            raise ValueError(f"tensor {name!r} has all experts in one, which cannot be shared out; save them apart")
+        # Of a stack of experts, which lie expert after expert, perhaps some.
+        mine = parts if len(parts) == len(local) else parts[index * len(local) : (index + 1) * len(local)]
+        return zip(mine, local, strict=True)
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -65,7 +65,7 @@ class Linear(nn.Module):
     """x [T, E] -> [T, features]. The weight lies [out, in], as in the checkpoint.
 
     axes: the logical axes of out and in. features: of this shard, as x is. Where `axes` has the inputs cut, every
-    shard gets the sum over all.
+    shard gets the sum over all, unless it `adds_up` elsewhere.
     """
 
     features: int
@@ -73,11 +73,14 @@ class Linear(nn.Module):
     out_dtype: Any = None
     axes: tuple[str, str] = ("embed", "embed")
     shards: Shards = WHOLE
+    adds_up: bool = True
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         weight = self.param("weight", nn.with_partitioning(normal, self.axes), (self.features, x.shape[-1]))
-        y = self.shards.sum(matmul(x, weight, out_dtype=self.out_dtype), self.axes[1])
+        y = matmul(x, weight, out_dtype=self.out_dtype)
+        if self.adds_up:
+            y = self.shards.sum(y, self.axes[1])
         if self.use_bias:
             zeros = nn.with_partitioning(nn.initializers.zeros, self.axes[:1])
             y = y + self.param("bias", zeros, (self.features,))[None, :]
@@ -202,12 +205,15 @@ class GatedMLP(nn.Module):
     act: str
     use_bias: bool = False
     shards: Shards = WHOLE
+    adds_up: bool = True
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         hidden, shards = self.shards.local(self.hidden, "mlp"), self.shards
         gate_up = Linear(2 * hidden, self.use_bias, axes=("mlp", "embed"), shards=shards, name="gate_up_proj")
-        down = Linear(x.shape[-1], self.use_bias, axes=("embed", "mlp"), shards=shards, name="down_proj")
+        down = Linear(
+            x.shape[-1], self.use_bias, None, ("embed", "mlp"), shards, adds_up=self.adds_up, name="down_proj"
+        )
         gate, up = jnp.split(gate_up(x), 2, axis=-1)
         return down(activation(self.act)(gate) * up)
 

@@ -13,7 +13,7 @@ it is made for a GPU of 132 multiprocessors, imports JAX's tests, and goes throu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import flax.linen as nn
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fastgen_jax.models.layers import GatedMLP, Linear, activation, matmul, normal
+from fastgen_jax.sharding import WHOLE, Shards, ShardingRules
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,20 @@ class Mixture:
                 f"num_experts_per_tok={self.top_k} must be at most the number of experts, {self.num_experts}"
             )
 
-    def fused(self, embed: int) -> dict[str, dict[str, int]]:
+    def fused(self, embed: int, shards: Shards = WHOLE) -> dict[str, dict[str, int]]:
         """As `llama.Config.fused`: which of the checkpoint's modules make up the stacks of experts."""
         gate, up, down = (f"experts.{{}}.{part}" for part in self.parts)
-        fused = {"experts.gate_up_proj": {gate: self.hidden, up: self.hidden}, "experts.down_proj": {down: embed}}
+        hidden = shards.local(self.hidden, "expert_mlp")
+        fused = {"experts.gate_up_proj": {gate: hidden, up: hidden}, "experts.down_proj": {down: embed}}
         if self.shared is not None:
             parts = ("shared_expert.gate_proj", "shared_expert.up_proj")
-            fused["shared_expert.gate_up_proj"] = dict.fromkeys(parts, self.shared)
+            fused["shared_expert.gate_up_proj"] = dict.fromkeys(parts, shards.local(self.shared, "mlp"))
         return fused
 
-    def share(self, tp: int) -> "Mixture":
-        """As one of `tp` devices sees it: its share of each expert."""
-        for width in (self.hidden, self.shared or 0):
-            if width % tp:
-                raise ValueError(f"tp={tp} does not divide the width of the model's experts, {width}")
-        return replace(self, hidden=self.hidden // tp, shared=self.shared and self.shared // tp)
+    def widths(self, rules: ShardingRules) -> dict[str, int]:
+        """What has to be divisible by the number of shards, by name."""
+        found = {"experts": self.num_experts} if rules.experts else {"experts of": self.hidden}
+        return found | ({} if self.shared is None else {"shared expert": self.shared})
 
 
 class MixtureMLP(nn.Module):
@@ -70,18 +70,25 @@ class MixtureMLP(nn.Module):
 
     mixture: Mixture
     act: str
+    shards: Shards = WHOLE
 
     @nn.compact
     def __call__(self, x: Array, real: Array) -> Array:
-        m = self.mixture
+        """Each shard has a part of every expert, or some experts whole: what they come to is added up once."""
+        y = self._of_one(x, real)
+        return self.shards.sum(y, "experts" if self.shards.cuts("experts") else "expert_mlp")
+
+    def _of_one(self, x: Array, real: Array) -> Array:
+        m, shards = self.mixture, self.shards
         with jax.named_scope("route"):
             weights, experts = route(Linear(m.num_experts, name="gate")(x), m.top_k, normalise=m.normalise)
-        y = Experts(m.num_experts, m.hidden, self.act, name="experts")(x, weights, experts, real)
+        y = Experts(m.num_experts, m.hidden, self.act, shards, name="experts")(x, weights, experts, real)
         if m.shared is None:
             return y
         with jax.named_scope("shared_expert"):
             share = jax.nn.sigmoid(Linear(1, name="shared_expert_gate")(x))
-            return y + share * GatedMLP(m.shared, self.act, name="shared_expert")(x)
+            shared = GatedMLP(m.shared, self.act, shards=shards, adds_up=False, name="shared_expert")
+            return y + share * shared(x)
 
 
 def route(logits: Array, top_k: int, *, normalise: bool) -> tuple[Array, Array]:
@@ -99,33 +106,39 @@ class Stack(nn.Module):
     """The matrices of all experts, [X, outputs, inputs], each as `Linear` has it."""
 
     shape: tuple[int, int, int]
+    axes: tuple[str, str, str]
 
     @nn.compact
     def __call__(self) -> Array:
-        return self.param("weight", normal, self.shape)
+        return self.param("weight", nn.with_partitioning(normal, self.axes), self.shape)
 
 
 class Experts(nn.Module):
-    """The sum of what a token's experts make of it, weighted in float32: x [T, E] -> [T, E]."""
+    """The sum of what a token's experts make of it, weighted in float32: x [T, E] -> [T, E]; of a shard, its part."""
 
     num_experts: int
     hidden: int
     act: str
+    shards: Shards = WHOLE
 
     @nn.compact
     def __call__(self, x: Array, weights: Array, experts: Array, real: Array) -> Array:
-        num_tokens, embed = x.shape
-        gate_up = Stack((self.num_experts, 2 * self.hidden, embed), name="gate_up_proj")()
-        down = Stack((self.num_experts, embed, self.hidden), name="down_proj")()
+        (num_tokens, embed), shards = x.shape, self.shards
+        num_experts, hidden = shards.local(self.num_experts, "experts"), shards.local(self.hidden, "expert_mlp")
+        gate_up = Stack((num_experts, 2 * hidden, embed), ("experts", "expert_mlp", "embed"), name="gate_up_proj")()
+        down = Stack((num_experts, embed, hidden), ("experts", "embed", "expert_mlp"), name="down_proj")()
+        if shards.cuts("experts"):
+            experts = experts - shards.index() * num_experts
+        taken = real[:, None] & (experts >= 0) & (experts < num_experts)  # by experts of this shard
         with jax.named_scope("sort"):
-            order, sizes = by_expert(jnp.where(real[:, None], experts, self.num_experts), self.num_experts)
+            order, sizes = by_expert(jnp.where(taken, experts, num_experts), num_experts)
             rows = x[order // experts.shape[1]]
         with jax.named_scope("experts"):
             rows = grouped_mlp(rows, sizes, gate_up, down, act=activation(self.act), most=num_tokens)
         with jax.named_scope("combine"):
             back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
             y = rows[back].reshape(num_tokens, -1, embed).astype(jnp.float32)
-            return jnp.sum(y * weights[:, :, None], axis=1).astype(x.dtype)
+            return jnp.sum(jnp.where(taken, weights, 0)[:, :, None] * y, axis=1).astype(x.dtype)
 
 
 def by_expert(experts: Array, num_experts: int) -> tuple[Array, Array]:

@@ -21,7 +21,7 @@ class Arrival(NamedTuple):
     num_output_tokens: int
 
 
-def run(num_requests: int = 600, rate: float = 9.0, seed: int = 0) -> dict[str, Any]:
+def run(num_requests: int = 1200, rate: float = 18.0, seed: int = 0) -> dict[str, Any]:
     """Latencies of one server over two replicas, and of two servers of one each that take turns."""
     arrivals = _arrivals(num_requests, rate, seed)
     with deployment(2, SPEED, "--max-queue", "100000") as (front, _):

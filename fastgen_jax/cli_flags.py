@@ -45,6 +45,7 @@ ENGINE_HELP = {
     "max_model_len": "longest prompt and output together; otherwise the model's own",
     "backend": "attention backend; otherwise the best that runs here",
     "tensor_parallel": "devices that share the model",
+    "expert_parallel": "share a mixture out by experts, not within each",
     "seed": "of the prompts that have no --seed",
     "policy": f"what a step is filled with: {', '.join(POLICIES)}; all but the first are for comparison",
     "prefix_caching": "share the KV memory of prompts that begin alike",

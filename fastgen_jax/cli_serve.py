@@ -126,26 +126,28 @@ def run(args: argparse.Namespace) -> int:
         from fastgen_jax.serving import server
     except ImportError as error:
         raise ValueError(f"serving needs an extra: pip install 'fastgen-jax[serve]' ({error.name})") from error
-    nodes = _nodes(args)
-    if nodes and nodes["process_id"] != 0:
+    nodes, rank = _nodes(args)
+    if rank > 0:
         return _follow(args, engine, nodes)
     if args.only_replica:
         return _run_replica(args, engine, nodes)
     return server.run(_settings(args, engine, nodes))
 
 
-def _nodes(args: argparse.Namespace) -> dict[str, Any]:
-    """What `multihost.join` takes, with the rank found out if it was not given; empty for one host."""
+def _nodes(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """What `multihost.join` takes, empty for one host, and this host's rank, found out if it was not given."""
     if args.nnodes is None:
         if args.node_rank is not None or args.coordinator is not None:
             raise ValueError("--node-rank and --coordinator are for several hosts; give --nnodes, too")
-        return {}
+        return {}, 0
     from fastgen_jax import multihost
 
     rank = multihost.detected_rank() if args.node_rank is None else args.node_rank
+    if args.coordinator is None and args.node_rank is None:
+        return {"coordinator": None}, rank  # JAX finds out all of it
     nodes = {"coordinator": args.coordinator, "num_processes": args.nnodes, "process_id": rank}
     multihost.check(**nodes)
-    return nodes
+    return nodes, rank
 
 
 def _follow(args: argparse.Namespace, engine: dict[str, Any], nodes: dict[str, Any]) -> int:

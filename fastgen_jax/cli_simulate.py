@@ -42,7 +42,7 @@ REAL_LOAD = {"prompt_mean": 320, "output_mean": 30, "requests": 48}
 """What is served unless flags say otherwise; the second by a real engine on this machine."""
 
 SYNTHETIC = "synthetic"
-ENGINE_ONLY = ("dtype", "tensor_parallel")
+ENGINE_ONLY = ("dtype", "tensor_parallel", "expert_parallel")
 """Engine flags that say what is simulated rather than how it runs."""
 
 

@@ -138,6 +138,8 @@ class Engine:
 
         revision: branch, tag or commit on the Hub. group: as for `Engine`. config: fields of `EngineConfig`.
         """
+        if group is not None and not group.leads:
+            raise ValueError("this process does not lead those that share the model; let it group.follow(name, ...)")
         found = pretrained.load(
             name, EngineConfig(**config), revision=revision, group=group, show_progress=show_progress
         )
@@ -366,7 +368,9 @@ class Engine:
                     self._step_plain()
             finally:
                 self._is_stepping = False
-        except BaseException:  # Ctrl-C too
+        except BaseException as error:  # Ctrl-C too
+            if isinstance(error, Exception):
+                self._runner.settle()
             self._pending = None  # rows may count as computed that never were: no request can go on
             self._scheduler.forget_cache()  # nor can what they should have computed be shared
             for request_id in list(self._requests):

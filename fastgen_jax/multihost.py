@@ -12,23 +12,20 @@ each step into one small array, and tells the others, which run the same program
         group.follow("llama2-70b", tensor_parallel=16)  # returns when the leader closes
 
 A process whose peer has died or hangs cannot go on, nor can it be interrupted while its device waits for the other: it
-says so in one sentence and exits with status 1, within `SILENCE_S` seconds at most.
+says so in one sentence and exits with status 1, within `peers.SILENCE_S` seconds at most.
 """
 
-import contextlib
 import json
 import logging
 import os
-import queue
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from importlib.metadata import version
-from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,20 +33,12 @@ from jax.experimental import multihost_utils
 
 from fastgen_jax import pretrained
 from fastgen_jax.orders import Order
+from fastgen_jax.peers import Peer, accept, connect, free_port, listening, reply_of
 from fastgen_jax.types import EngineConfig
 
 log = logging.getLogger(__name__)
 
-PING_EVERY_S = 2.0
-SILENCE_S = 20.0
-"""A peer that says nothing for so long is given up; a living one pings."""
-
-JOIN_S = 300.0
-TRY_EVERY_S, GRACE_S = 0.2, 5.0
-REFUSED = b"!"
-
-LOST = 1
-"""Exit status of a process that has lost a peer."""
+JOIN_S, SETTLE_S = 300.0, 3.0
 
 
 def join(
@@ -71,29 +60,36 @@ def join(
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     if coordinator is None:
-        jax.distributed.initialize(initialization_timeout=int(timeout))
+        # Slurm's and Open MPI's processes would get one GPU each, by their number on the host.
+        jax.distributed.initialize(local_device_ids=_gpus() or None, initialization_timeout=int(timeout))
         return _met_by_jax(timeout)
     # Met here first: JAX's own meeting aborts the process where somebody is missing or comes twice.
     host, _, port = coordinator.rpartition(":")
     assert num_processes is not None and process_id is not None
     if process_id == 0:
-        with _listener(host, int(port)) as listener:
-            found = _accept(listener, num_processes, timeout)
-        address = f"{host}:{_free_port(host)}"
+        with listening(host, int(port)) as listener:
+            found = accept(listener, num_processes, timeout)
+        address = f"{host}:{free_port(host)}"
         for connection in found:
             connection.send_bytes(address.encode())
         leader = Leader(found)
         _initialize(address, num_processes, 0)
         return leader
-    connection = _connect(host, int(port), process_id, num_processes, timeout)
-    address = _reply(connection)
+    connection = connect(host, int(port), process_id, num_processes, timeout)
+    address = reply_of(connection)
     follower = Follower(connection)  # from here on it watches the leader
     _initialize(address, num_processes, process_id)
     return follower
 
 
+def _gpus() -> list[int]:
+    """Numbers of the GPUs that this process may use; empty without any."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return list(range(len([name for name in visible.split(",") if name])))
+    return list(range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
+
+
 def _initialize(address: str, num_processes: int, process_id: int) -> None:
-    # Detection would give each process of Slurm's one GPU.
     jax.distributed.initialize(address, num_processes, process_id, cluster_detection_method="deactivate")
 
 
@@ -101,101 +97,16 @@ def _met_by_jax(timeout: float) -> "Leader | Follower":
     """Connect processes that JAX has brought together already."""
     if jax.process_index() > 0:
         host, port = json.loads(_broadcast(""))
-        connection = _connect(host, port, jax.process_index(), jax.process_count(), timeout)
-        _reply(connection)
+        connection = connect(host, port, jax.process_index(), jax.process_count(), timeout)
+        reply_of(connection)
         return Follower(connection)
     host = socket.gethostbyname(socket.getfqdn())
-    with _listener(host, 0) as listener:
+    with listening(host, 0) as listener:
         _broadcast(json.dumps([host, listener.address[1]]))
-        found = _accept(listener, jax.process_count(), timeout)
+        found = accept(listener, jax.process_count(), timeout)
     for connection in found:
         connection.send_bytes(b"ok")
     return Leader(found)
-
-
-@contextlib.contextmanager
-def _listener(host: str, port: int) -> Iterator[Listener]:
-    try:
-        listener = Listener((host, port), backlog=64)
-    except OSError as error:
-        raise ValueError(f"process 0 cannot listen on {host}:{port}: {error.strerror or error}") from error
-    with contextlib.closing(listener):
-        yield listener
-
-
-def _accept(listener: Listener, count: int, timeout: float) -> list[Connection]:
-    """Connections from the processes 1 to count - 1, in order. ValueError if one is not as it should be."""
-    found: dict[int, Connection] = {}
-    done: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):  # closed, after the timeout
-            while len(found) < count - 1:
-                connection = listener.accept()
-                rank, theirs, versions = json.loads(connection.recv_bytes())
-                wrong = ""
-                if rank in found:
-                    wrong = f"process_id={rank} has come twice; each process has a number of its own"
-                elif theirs != count:
-                    wrong = f"num_processes={theirs} says process {rank}, and {count} says process 0"
-                elif versions != _versions():
-                    wrong = f"process {rank} has {versions}, and process 0 {_versions()}; they must be the same"
-                found.setdefault(rank, connection)
-                if wrong:
-                    for each in {connection, *found.values()}:
-                        each.send_bytes(REFUSED + wrong.encode())
-                    done.put(wrong)
-                    return
-            done.put("")
-
-    threading.Thread(target=accept, name="accept", daemon=True).start()
-    try:
-        wrong = done.get(timeout=timeout)
-    except queue.Empty:
-        host, port = listener.address
-        came = f"{len(found)} of {count - 1} other processes"
-        raise TimeoutError(f"{came} came to {host}:{port} within {timeout:g} s") from None
-    if wrong:
-        raise ValueError(wrong)
-    return [found[rank] for rank in sorted(found)]
-
-
-def _connect(host: str, port: int, rank: int, count: int, timeout: float) -> Connection:
-    """To process 0, which may not be there yet."""
-    end = time.monotonic() + timeout
-    while True:
-        try:
-            connection = Client((host, port))
-            break
-        except OSError as error:
-            if time.monotonic() > end:
-                reason = error.strerror or error
-                raise TimeoutError(f"process 0 was not at {host}:{port} within {timeout:g} s: {reason}") from error
-            time.sleep(TRY_EVERY_S)
-    connection.send_bytes(json.dumps([rank, count, _versions()]).encode())
-    if not connection.poll(max(end - time.monotonic(), 0) + GRACE_S):
-        raise TimeoutError(f"not all processes came to {host}:{port} within {timeout:g} s")
-    return connection
-
-
-def _reply(connection: Connection) -> str:
-    """What process 0 says to a process that has come; ValueError if that is what is wrong."""
-    try:
-        reply = connection.recv_bytes()
-    except (OSError, EOFError):
-        raise TimeoutError("process 0 has given up waiting for the others") from None
-    if reply.startswith(REFUSED):
-        raise ValueError(reply.removeprefix(REFUSED).decode())
-    return reply.decode()
-
-
-def _versions() -> str:
-    return f"fastgen-jax {version('fastgen-jax')}, jax {jax.__version__}"
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def check(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -236,72 +147,6 @@ def wait_for_leader() -> None:
         signal.signal(number, once)
 
 
-class Peer:
-    """A process at the other end of a connection. Messages are bytes, the first of which says of what kind they are."""
-
-    def __init__(self, name: str, connection: Connection) -> None:
-        self.name = name
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._inbox = queue.SimpleQueue[tuple[bytes, bytes]]()
-        self._is_leaving = False
-        threading.Thread(target=self._listen, name=f"from {name}", daemon=True).start()
-        threading.Thread(target=self._ping, name=f"to {name}", daemon=True).start()
-
-    def send(self, kind: bytes, body: bytes = b"") -> None:
-        self._is_leaving |= kind == b"q"
-        try:
-            with self._lock:
-                self._connection.send_bytes(kind + body)
-        except OSError as error:
-            self._lose(f"is gone ({error.strerror or error})")
-
-    def expect_end(self) -> None:
-        """That it is gone from now on is no loss."""
-        self._is_leaving = True
-
-    def receive(self, kind: bytes) -> bytes:
-        """The body of the next message, which must be of this kind."""
-        found, body = self._inbox.get()
-        if found != kind:
-            raise RuntimeError(f"{self.name} sent {found!r} where {kind!r} was due")
-        return body
-
-    def receive_any(self) -> tuple[bytes, bytes]:
-        return self._inbox.get()
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                if not self._connection.poll(SILENCE_S):
-                    self._lose(f"has said nothing for {SILENCE_S:g} s")
-                message = self._connection.recv_bytes()
-            except (OSError, EOFError):
-                self._lose("is gone")
-                return
-            kind, body = message[:1], message[1:]
-            if kind == b"q" or (kind == b"v" and body):  # it leaves, or says why all have to
-                self._is_leaving = True
-            if kind != b"p":
-                self._inbox.put((kind, body))
-
-    def _ping(self) -> None:
-        stop = threading.Event()
-        while not self._is_leaving:
-            self.send(b"p")
-            stop.wait(PING_EVERY_S)
-
-    def _lose(self, how: str) -> None:
-        if not self._is_leaving:
-            end(f"{self.name} {how}: this process cannot go on without it")
-
-
-def end(sentence: str) -> NoReturn:
-    """End the process at once: its main thread may be waiting in a device for one that will not come."""
-    print(f"fastgen: error: {sentence}", file=sys.stderr, flush=True)
-    os._exit(LOST)
-
-
 class Leader:
     """Process 0, which schedules: a `Group` for an engine."""
 
@@ -339,6 +184,10 @@ class Leader:
         for peer in self._peers:
             peer.send(b"o", data)
 
+    def settle(self) -> None:
+        """Leave the watchers time to find somebody gone, which a device's error usually means, and to say so."""
+        time.sleep(SETTLE_S)
+
     def close(self) -> None:
         """Let the followers go; the model cannot be used any more."""
         for peer in self._peers:
@@ -371,6 +220,10 @@ class Follower:
     def tell(self, order: Order) -> None:
         """Nobody: the leader tells."""
 
+    def settle(self) -> None:
+        """As the leader's."""
+        time.sleep(SETTLE_S)
+
     def close(self) -> None:
         """The leader parts."""
 
@@ -382,11 +235,22 @@ class Follower:
         found = pretrained.load(name, engine_config, revision=revision, group=self, show_progress=show_progress)
         runner = pretrained.make_runner(found.model, found.params, engine_config, self)
         log.info("following process 0")
+        self._until_closed(runner.execute)
+
+    def wait(self) -> None:
+        """Wait until the leader closes."""
+        self._until_closed(lambda order: None)
+
+    def _until_closed(self, execute: Callable[[Order], Any]) -> None:
         while True:
             kind, body = self._leader.receive_any()
             if kind == b"q":
                 break
-            runner.execute(Order.from_bytes(body))
+            try:
+                execute(Order.from_bytes(body))
+            except Exception:
+                self.settle()
+                raise
         self._leader.send(b"q")
         jax.distributed.shutdown()
 

@@ -34,7 +34,9 @@ class Order:
 
 
 class Group(Protocol):
-    """The processes that share a model, as their runners see them."""
+    """The processes that share a model, as their runners see them. leads: whether this is the one that schedules."""
+
+    leads: bool
 
     def tell(self, order: Order) -> None:
         """Have the others execute `order`, in the order in which they are told."""
@@ -45,12 +47,17 @@ class Group(Protocol):
     def agree(self, facts: Mapping[str, str]) -> None:
         """ValueError in every one of them unless all call this with the same facts."""
 
+    def settle(self) -> None:
+        """After an error of the device: return if it is not that one of them is gone, which ends this process."""
+
     def close(self) -> None:
         """Part; the model cannot be used any more."""
 
 
 class Alone:
     """A process that has the model to itself."""
+
+    leads = True
 
     def tell(self, order: Order) -> None:
         """Nobody is there."""
@@ -61,6 +68,9 @@ class Alone:
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """With itself."""
+
+    def settle(self) -> None:
+        """Nobody is missed."""
 
     def close(self) -> None:
         """There is nobody to part from."""

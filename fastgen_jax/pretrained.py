@@ -10,7 +10,7 @@ from fastgen_jax import budget, checkpoint, defaults, kernels, models
 from fastgen_jax.models.layers import Params
 from fastgen_jax.orders import Group
 from fastgen_jax.runner import ModelRunner, one_dtype
-from fastgen_jax.sharding import WHOLE, Shards, check_heads
+from fastgen_jax.sharding import WHOLE, Shards, check_heads, rules_for
 from fastgen_jax.types import EngineConfig
 
 
@@ -41,7 +41,7 @@ def load(
         group.agree(_facts(config, found))
     model_config = models.family(found.hf_config.get("model_type", "")).from_hf(found.hf_config)
     dtype = config.dtype or defaults.dtype()
-    shards = shards_for(config.tensor_parallel, model_config)
+    shards = shards_for(config, model_config)
     backend = kernels.choose_backend(
         config.backend, **shards.head_sizes(model_config), block_size=config.block_size, dtype=jnp.dtype(dtype)
     )
@@ -87,9 +87,10 @@ def _facts(config: EngineConfig, found: checkpoint.Checkpoint) -> dict[str, str]
     }
 
 
-def shards_for(tensor_parallel: int, model_config: Any) -> Shards:
+def shards_for(config: EngineConfig, model_config: Any) -> Shards:
     """The first `tensor_parallel` devices, with a part of the model each; ValueError if it or they do not suffice."""
-    check_heads(model_config, tensor_parallel)
+    tensor_parallel, rules = config.tensor_parallel, rules_for(model_config, config.expert_parallel)
+    check_heads(model_config, tensor_parallel, rules)
     devices = jax.devices()
     if tensor_parallel > len(devices):
         hint = f"; XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel} makes as many of a CPU"
@@ -102,7 +103,7 @@ def shards_for(tensor_parallel: int, model_config: Any) -> Shards:
             f"tensor_parallel={tensor_parallel} leaves out some of the {len(devices)} devices that "
             f"{jax.process_count()} processes have; it must be {len(devices)}"
         )
-    return Shards.over(devices[:tensor_parallel])
+    return Shards.over(devices[:tensor_parallel], rules)
 
 
 def make_runner(model: Any, params: Params, config: EngineConfig, group: Group | None = None) -> ModelRunner:

@@ -98,6 +98,10 @@ class ModelRunner:
         if not isinstance(self._group, Alone):
             raise ValueError(f"{method} needs the whole model in this process, and others share it")
 
+    def settle(self) -> None:
+        """After an error of the device: return if it is not that a process of the group is gone."""
+        self._group.settle()
+
     def close(self) -> None:
         """Let the other processes of the group go."""
         self._group.close()

@@ -40,6 +40,15 @@ class ShardingRules:
             raise ValueError("a mixture is cut by experts or within each: one of experts and expert_mlp must be None")
 
 
+def rules_for(config: Any, expert_parallel: bool) -> ShardingRules:
+    """Those of a model's config; ValueError if experts are to be shared out and it has none."""
+    if not expert_parallel:
+        return ShardingRules()
+    if getattr(config, "mixture", None) is None:
+        raise ValueError("expert_parallel=True is for a mixture of experts, and this model has none")
+    return ShardingRules(experts=MESH_AXIS, expert_mlp=None)
+
+
 @dataclass(frozen=True)
 class Shards:
     """What a layer has to know of the devices that share it. Without a mesh it has all the work to itself.

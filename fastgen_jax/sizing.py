@@ -17,7 +17,7 @@ from fastgen_jax.kernels.mosaic_gpu import MosaicGpu, Target
 from fastgen_jax.models.layers import Params
 from fastgen_jax.programs import Key, Programs
 from fastgen_jax.roofline import Work
-from fastgen_jax.sharding import WHOLE, Shards, check_heads
+from fastgen_jax.sharding import WHOLE, Shards, check_heads, rules_for
 from fastgen_jax.types import UNTUNED_BUDGET, EngineConfig
 
 
@@ -63,9 +63,10 @@ class Sizing:
     ):
         family = models.family(hf_config.get("model_type", ""))
         self.model_config = c = family.from_hf(hf_config)
-        check_heads(c, tp)
+        rules = rules_for(c, config.expert_parallel)
+        check_heads(c, tp, rules)
         self.gpu, self.config, self.tp = gpu, config, tp
-        self.shards = Shards.over(devices) if devices and tp > 1 else Shards.of_size(tp)
+        self.shards = Shards.over(devices, rules) if devices and tp > 1 else Shards.of_size(tp, rules)
         longest = c.max_positions
         self.wanted_len = config.max_model_len or longest
         if self.wanted_len > longest:

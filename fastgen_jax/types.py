@@ -268,6 +268,8 @@ class EngineConfig:
     max_model_len: longest prompt + output; at most the model's own.
     backend: attention backend, one of `fastgen_jax.kernels.BACKENDS`.
     tensor_parallel: devices that share the model: each has a part of the heads, of the MLP and of the vocabulary.
+    expert_parallel: of a mixture of experts shared by several devices, each has some experts whole, instead of a part
+        of every one.
     seed: of requests that bring none.
     policy: what a step is filled with: "splitfuse", or one of the baselines it is measured against, "prefill_first"
         (vLLM 0.2's) and "orca". These never split a prompt, so max_num_batched_tokens must hold all of a sequence.
@@ -289,6 +291,7 @@ class EngineConfig:
     max_model_len: int | None = None
     backend: str | None = None
     tensor_parallel: int = 1
+    expert_parallel: bool = False
     seed: int = 0
     policy: str = "splitfuse"
     prefix_caching: bool = True
@@ -315,7 +318,7 @@ class EngineConfig:
         _number("seed", self.seed, 0, 2**31 - 1, whole=True)
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r} is not known; choose {', '.join(POLICIES)}")
-        for name in ("prefix_caching", "overlap", "warm_up", "compile_cache"):
+        for name in ("expert_parallel", "prefix_caching", "overlap", "warm_up", "compile_cache"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be True or False")
         if self.max_num_batched_tokens == "auto":

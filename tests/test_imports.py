@@ -34,6 +34,7 @@ RULES = {
     "batch": {"jax", "numpy", "fastgen_jax.scheduler"},
     "sharding": {"jax", "numpy"},
     "orders": {"numpy"},
+    "peers": set(),
     "models": {"jax", "numpy", "flax"}
     | {f"fastgen_jax.{name}" for name in ("kernels", "kv_pool", "batch", "sharding")},
     "sampling": {"jax", "numpy", "fastgen_jax.types", "fastgen_jax.sampling_state"},

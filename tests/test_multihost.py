@@ -1,11 +1,15 @@
 """Processes that share a model: the tokens of one, and an end in one sentence when another has died."""
 
+import contextlib
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,13 @@ import pytest
 from hf import save_random_model
 from scripted import TOKENIZER
 
-from fastgen_jax import multihost
+from fastgen_jax import cli, multihost, peers
 from fastgen_jax.engine import Engine
 from fastgen_jax.orders import Order
 from fastgen_jax.serving.supervisor import free_port
 from fastgen_jax.types import SamplingParams
 
+TWO = ["--nnodes", "2"]
 NODE = Path(__file__).parent / "node.py"
 LLAMA = {
     "model_type": "llama",
@@ -104,7 +109,7 @@ def test_the_death_of_one_ends_the_other_with_a_sentence(nodes, victim):
     start = time.monotonic()
     status, sentence = started[1 - victim].end(ENDS_WITHIN_S)
     assert time.monotonic() - start < ENDS_WITHIN_S
-    assert status == multihost.LOST
+    assert status == peers.LOST
     assert sentence.startswith(f"fastgen: error: process {victim}")
     assert sentence.endswith("this process cannot go on without it") and sentence.count("\n") == 0
 
@@ -116,8 +121,8 @@ def test_one_that_hangs_is_given_up(nodes, victim):
     started[0].line()
     started[victim].process.send_signal(signal.SIGSTOP)
     status, sentence = started[1 - victim].end(ENDS_WITHIN_S)
-    assert (status, f"process {victim}" in sentence) == (multihost.LOST, True)
-    assert f"has said nothing for {multihost.SILENCE_S:g} s" in sentence
+    assert (status, f"process {victim}" in sentence) == (peers.LOST, True)
+    assert f"has said nothing for {peers.SILENCE_S:g} s" in sentence
     started[victim].process.send_signal(signal.SIGCONT)
     assert started[victim].end(ENDS_WITHIN_S)[0] != 0
 
@@ -196,3 +201,91 @@ def test_an_order_survives_the_wire():
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours, theirs)
     assert Order.from_bytes(Order("reset").to_bytes()) == Order("reset")
+
+
+# The server
+
+
+class Served:
+    """`fastgen serve` on two nodes of one device each, which are processes of this machine."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self._log, port = log, free_port("127.0.0.1")
+        shared = ["serve", str(folder), "--tp", "2", "--nnodes", "2", "--coordinator", f"127.0.0.1:{port}"]
+        engine = ["--block-size", "8", "--num-blocks", "32", "--max-num-batched-tokens", "16", "--no-warm-up"]
+        ports = ["--port", "0", "--grpc-port", "0", "--name", f"two-nodes-{port}"]
+        self.processes = []
+        for rank in range(2):
+            with open(f"{log}-{rank}", "wb") as out:
+                command = [sys.executable, "-m", "fastgen_jax.cli", *shared, "--node-rank", str(rank), *engine]
+                environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+                process = subprocess.Popen(command + ports * (rank == 0), stdout=out, stderr=out, env=environment)
+            self.processes.append(process)
+        self.url = self._when_ready()
+
+    def said(self, rank: int) -> str:
+        return Path(f"{self._log}-{rank}").read_text(errors="replace")
+
+    def _when_ready(self) -> str:
+        end = time.monotonic() + 120
+        while time.monotonic() < end and all(process.poll() is None for process in self.processes):
+            if match := re.search(r"HTTP on (http://\S+?),", self.said(0)):
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{match[1]}/health") as health:
+                    if set(json.load(health)["replicas"].values()) == {"ready"}:
+                        return match[1]
+            time.sleep(0.1)
+        raise AssertionError(f"not ready:\n{self.said(0)[-2000:]}\n{self.said(1)[-2000:]}")
+
+    def ask(self) -> str:
+        body = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.load(reply)["choices"][0]["text"]
+
+
+@pytest.fixture
+def served(folder, tmp_path) -> Iterator[Served]:
+    server = Served(folder, tmp_path / "log")
+    yield server
+    for process in server.processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_server_on_two_nodes_answers_and_both_end_with_it(served, folder):
+    alone = Engine.from_pretrained(str(folder), show_progress=False, warm_up=False, block_size=8, num_blocks=32)
+    assert served.ask() == alone.generate([[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True))[0].text
+    served.processes[0].terminate()
+    assert [process.wait(ENDS_WITHIN_S) for process in served.processes] == [0, 0], served.said(1)[-2000:]
+
+
+@pytest.mark.slow
+def test_a_server_ends_when_another_node_has_died(served):
+    served.ask()
+    served.processes[1].kill()
+    assert served.processes[0].wait(ENDS_WITHIN_S) == 1
+    assert "process 1 is gone: this process cannot go on without it" in served.said(0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--node-rank", "0"], "--node-rank and --coordinator are for several hosts; give --nnodes, too"),
+        (
+            ["--nnodes", "2", "--node-rank", "2", "--coordinator", "h:1"],
+            "process_id=2 of 2 processes; it must be 0 to 1",
+        ),
+        (["--nnodes", "2", "--node-rank", "0", "--coordinator", "h"], "coordinator='h' is not HOST:PORT"),
+        (
+            ["--nnodes", "2", "--node-rank", "0", "--coordinator", "h:1", "--replicas", "2"],
+            "replicas=2 on several nodes",
+        ),
+    ],
+)
+def test_what_nodes_cannot_be_is_one_sentence(flags, sentence, capsys):
+    assert cli.main(["serve", "smollm2-135m", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fastgen: error: {sentence}") and error.count("\n") == 1

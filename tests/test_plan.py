@@ -340,7 +340,7 @@ def test_launches_are_counted():
         (["--dtype", "int8"], "dtype='int8' is not supported; choose float32, bfloat16, float16"),
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "max_num_seqs=9 is more than max_num_batched"),
         (["--backend", "cuda"], "backend='cuda' does not exist"),
-        (["--tp", "3"], "tensor_parallel=3 cannot share out 32 heads over 32 KV heads and an MLP of 11008; it can be "),
+        (["--tp", "3"], "tensor_parallel=3 cannot share out 32 heads over 32 KV heads (MLP 11008); it can be "),
         (["--model", "llama2-70b", "--tp", "16"], "tp=16 does not divide the model's num_kv_heads, 8"),
         (["--max-model-len", "5000"], "max_model_len=5000 is more than the model's 4096 positions"),
         (["--model", "llama9"], "'llama9' is no folder with a config.json, .json file, .gguf file or alias"),

@@ -159,6 +159,8 @@ def test_a_free_port_is_free():
         ({"CUDA_VISIBLE_DEVICES": ""}, 2, [None, None]),
         ({"CUDA_VISIBLE_DEVICES": "3,5", "JAX_PLATFORMS": "cpu"}, 3, [None, None, None]),
         ({"CUDA_VISIBLE_DEVICES": "3,5"}, 3, "replicas=3 want a GPU each, and there are 2: 3, 5"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (2, 4), ["0,1,2,3", "4,5,6,7"]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, (2, 2), "replicas=2 want 2 GPUs each, and there are 3: 0, 1, 2"),
         ({"PATH": "smi"}, 2, ["0", "1"]),
         ({"PATH": "/nowhere"}, 2, [None, None]),
     ],
@@ -170,11 +172,12 @@ def test_replicas_get_a_gpu_each(tmp_path, monkeypatch, environment, replicas, s
     monkeypatch.setenv("JAX_PLATFORMS", "")
     for name, value in environment.items():
         monkeypatch.setenv(name, str(tmp_path) if value == "smi" else value)
+    asked = replicas if isinstance(replicas, tuple) else (replicas,)
     if isinstance(shares, str):
         with pytest.raises(ValueError, match=shares):
-            share_gpus(replicas)
+            share_gpus(*asked)
     else:
-        assert share_gpus(replicas) == shares
+        assert share_gpus(*asked) == shares
 
 
 def test_a_tool_that_fails_finds_no_gpu(tmp_path, monkeypatch):

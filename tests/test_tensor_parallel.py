@@ -17,7 +17,7 @@ from fastgen_jax.engine import Engine
 from fastgen_jax.models import llama
 from fastgen_jax.pretrained import shards_for
 from fastgen_jax.sharding import ShardingRules, Shards, check_heads, piece
-from fastgen_jax.types import SamplingParams
+from fastgen_jax.types import EngineConfig, SamplingParams
 
 LENGTH = 64
 LLAMA = {
@@ -268,7 +268,12 @@ def test_heads_that_cannot_be_shared_out_are_refused_with_what_can(config, size,
 def test_more_devices_than_there_are_is_one_sentence():
     config = llama.from_hf(LLAMA | {"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 128})
     with pytest.raises(ValueError, match=r"^tensor_parallel=16 is more than the devices that JAX sees, 8; XLA_FLAGS="):
-        shards_for(16, config)
+        shards_for(EngineConfig(tensor_parallel=16), config)
+
+
+def test_experts_of_a_model_without_any_are_refused():
+    with pytest.raises(ValueError, match=r"^expert_parallel=True is for a mixture of experts, and .* none$"):
+        shards_for(EngineConfig(tensor_parallel=2, expert_parallel=True), llama.from_hf(LLAMA))
 
 
 def test_params_laid_out_otherwise_are_refused():

@@ -29,6 +29,8 @@ ALIASES: dict[str, str | PackagedFile] = {
     "llama3.2-3b-instruct": "meta-llama/Llama-3.2-3B-Instruct",
     "mistral-7b": "mistralai/Mistral-7B-v0.1",
     "mistral-7b-instruct": "mistralai/Mistral-7B-Instruct-v0.1",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "mixtral-8x7b-instruct": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "opt-125m": "facebook/opt-125m",
     "opt-350m": "facebook/opt-350m",
     "opt-1.3b": "facebook/opt-1.3b",
@@ -51,4 +53,6 @@ ALIASES: dict[str, str | PackagedFile] = {
     "qwen2.5-32b-instruct": "Qwen/Qwen2.5-32B-Instruct",
     "qwen2.5-72b": "Qwen/Qwen2.5-72B",
     "qwen2.5-72b-instruct": "Qwen/Qwen2.5-72B-Instruct",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
 }

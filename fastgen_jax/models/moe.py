@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fastgen_jax.models.layers import GatedMLP, Linear, activation, matmul, normal
-from fastgen_jax.sharding import WHOLE, Shards, ShardingRules
+from fastgen_jax.sharding import WHOLE, ShardingRules, Shards
 
 
 @dataclass(frozen=True)

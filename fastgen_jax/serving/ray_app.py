@@ -65,7 +65,7 @@ class Options(BaseModel):
     name: str = ""
     revision: str | None = None
     engine: Annotated[dict[str, Any], BeforeValidator(_fields)] = {}
-    gpus_per_replica: float = 1
+    gpus_per_replica: float | None = None
     cpus_per_replica: float = 1
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt = 1
@@ -93,7 +93,7 @@ def app(args: Options) -> serve.Application:
     registry = serve.deployment(Registry).options(ray_actor_options={"num_cpus": 0}, logging_config=_NO_ACCESS_LOG)
     replicas = serve.deployment(ModelReplica).options(
         autoscaling_config=_scaling(args),
-        ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": args.gpus_per_replica},
+        ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": _gpus(args)},
         graceful_shutdown_timeout_s=args.drain_s,
         health_check_period_s=2,
     )
@@ -112,6 +112,15 @@ def app(args: Options) -> serve.Application:
         request_timeout=args.request_timeout,
         log_level=args.log_level,
     )
+
+
+def _gpus(args: Options) -> float:
+    """What a replica takes; ValueError if that is less than its engine wants."""
+    wanted = args.engine.get("tensor_parallel", 1)
+    given = wanted if args.gpus_per_replica is None else args.gpus_per_replica
+    if given and given < wanted and wanted > 1:
+        raise ValueError(f"gpus_per_replica={given:g} is less than tensor_parallel={wanted}; leave it out, or raise it")
+    return given
 
 
 def _scaling(args: Options) -> AutoscalingConfig:

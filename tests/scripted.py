@@ -113,6 +113,9 @@ class ScriptedRunner:
         self.is_broken = False
         self.programs = SimpleNamespace(num_compiled=0)
 
+    def settle(self) -> None:
+        """It is alone."""
+
     def dispatch(
         self, plan: StepPlan, settings_of: SettingsOf, *, report: bool, wants_prompt: Callable[[Row], bool]
     ) -> ScriptedStep:

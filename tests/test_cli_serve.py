@@ -61,6 +61,10 @@ FLAGS = {
         ["--replica", "h:1", "--replica", "h:2"],
         {"model": None, "replicas": 0, "remote": ("h:1", "h:2"), "deployment": "router"},
     ),
+    "nodes": (
+        ["--nnodes", "2", "--node-rank", "0", "--coordinator", "h:9000"],
+        {"nodes": {"coordinator": "h:9000", "num_processes": 2, "process_id": 0}},
+    ),
     "host": (["--host", "0.0.0.0"], {"host": "0.0.0.0"}),
     "port": (["--port", "0"], {"port": 0}),
     "grpc_port": (["--grpc-port", "7"], {"grpc_port": 7}),

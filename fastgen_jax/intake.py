@@ -102,7 +102,7 @@ class Intake:
     def sequence(self, seq_id: int, token_ids: list[int], params: SamplingParams, priority: int) -> Sequence:
         """The sequence of one sample, as the scheduler wants it."""
         eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
-        # A token's frequencies under "dynamic" rope follow from its position and this (`Rope.cos_sin`).
+        # A token's frequencies under "dynamic" rope and "longrope" follow from its position and this (`Rope.cos_sin`).
         context = 0 if self._short_context is None else max(len(token_ids), self._short_context)
         return Sequence(
             seq_id=seq_id,
@@ -202,9 +202,9 @@ def max_cached_tokens(num_prompt_tokens: int, params: SamplingParams) -> int:
 
 
 def dynamic_rope_len(model_config: Any) -> int | None:
-    """The longest context whose tokens a model with "dynamic" rope turns alike; None for other models."""
+    """The longest context whose tokens a model turns alike that has "dynamic" rope or "longrope"; None for others."""
     rope = getattr(model_config, "rope", None)
-    return rope.original_max_len if rope is not None and rope.rope_type == "dynamic" else None
+    return rope.original_max_len if rope is not None and rope.rope_type in ("dynamic", "longrope") else None
 
 
 def is_token_ids(prompt: Any) -> bool:

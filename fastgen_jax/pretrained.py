@@ -67,8 +67,11 @@ def load_model(
     if shards.size > 1:
         whole, _ = models.param_shapes(model.clone(shards=WHOLE))
         cut = checkpoint.Cut(shards, shapes, axes, model_config.fused(shards))
+    source = found.open()
+    if hasattr(family, "layout"):
+        source = checkpoint.LaidOut(source, family.layout(model_config))
     params = checkpoint.load_params(
-        found.open(),
+        source,
         whole,
         dtype=dtype,
         fused=model_config.fused(),

@@ -103,6 +103,10 @@ class Shards:
         """The sum over the devices of partial results of a contraction over a logical axis."""
         return jax.lax.psum(x, MESH_AXIS) if self.cuts(axis) and self.inside else x
 
+    def mean(self, x: Array, axis: str) -> Array:
+        """The mean over the devices of means over their equal parts of a logical axis."""
+        return self.sum(x, axis) / self.size if self.cuts(axis) else x
+
     def index(self) -> Array | int:
         """Which shard this is, counted from 0."""
         return jax.lax.axis_index(MESH_AXIS) if self.mesh is not None and self.inside else 0

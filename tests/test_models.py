@@ -1,7 +1,7 @@
 """Every family gives Hugging Face's logits, however a prompt is cut and whatever shares its steps."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 import jax
 import numpy as np
@@ -44,6 +44,43 @@ OPT = {
     "num_attention_heads": 4,
     "max_position_embeddings": LENGTH,
 }
+PLAIN = {name: value for name, value in LLAMA.items() if name != "rms_norm_eps"}
+OLMO2 = LLAMA | {"model_type": "olmo2"}
+GRANITE = LLAMA | {
+    "model_type": "granite",
+    "attention_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.5,
+    "residual_multiplier": 0.3,
+}
+STABLELM = PLAIN | {"model_type": "stablelm", "num_attention_heads": 4}
+STARCODER2 = PLAIN | {"model_type": "starcoder2"}
+SMOLLM3 = LLAMA | {"model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": None}
+PHI3 = LLAMA | {"model_type": "phi3", "num_attention_heads": 4, "pad_token_id": None}
+GEMMA2 = LLAMA | {
+    "model_type": "gemma2",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 5.0,
+}
+GPT_NEOX = PLAIN | {"model_type": "gpt_neox", "num_attention_heads": 4, "rotary_pct": 0.5}
+del GPT_NEOX["num_key_value_heads"]
+PHI = PLAIN | {"model_type": "phi", "num_attention_heads": 4}
+GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
+FALCON = {
+    "model_type": "falcon",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "ffn_hidden_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+}
+COHERE2 = PLAIN | {"model_type": "cohere2", "sliding_window": 8, "sliding_window_pattern": 2, "logit_scale": 0.25}
+GLM4 = LLAMA | {"model_type": "glm4", "head_dim": 16, "pad_token_id": None}
+EXAONE4 = LLAMA | {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": 2}
 # A head of 16 dimensions and bases of its own, so that the ramp of "yarn" falls between frequencies.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0}
 LLAMA3 = {
@@ -54,6 +91,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 WIDE_HEAD = {"num_attention_heads": 4, "rope_theta": 500.0}
+LONGROPE = {
+    "max_position_embeddings": 4 * LENGTH,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0],
+    },
+}
 
 ROPE_VARIANTS = {
     "default": {},
@@ -119,6 +164,33 @@ VARIANTS = {
     "qwen3_moe, norm_topk_prob, attention_bias": QWEN3_MOE | {"norm_topk_prob": True, "attention_bias": True},
     "qwen3_moe, every second layer": QWEN3_MOE | {"decoder_sparse_step": 2},
     "qwen3_moe, window": QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 8},
+    "olmo2": OLMO2,
+    "olmo2, attention_bias": OLMO2 | {"attention_bias": True},
+    "granite": GRANITE,
+    "stablelm": STABLELM,
+    "stablelm, parallel, biases": STABLELM | {"use_parallel_residual": True, "use_qkv_bias": True},
+    "stablelm, head norms": STABLELM | {"qk_layernorm": True, "partial_rotary_factor": 0.5},
+    "starcoder2": STARCODER2,
+    "starcoder2, window 8, no biases": STARCODER2 | {"sliding_window": 8, "use_bias": False},
+    "smollm3": SMOLLM3,
+    "smollm3, window in layer 1": SMOLLM3 | {"use_sliding_window": True, "sliding_window": 8, "attention_bias": True},
+    "phi3": PHI3,
+    "phi3, window 8, a part rotated": PHI3 | {"sliding_window": 8, "partial_rotary_factor": 0.75},
+    "phi3, longrope, short": PHI3 | LONGROPE | {"original_max_position_embeddings": LENGTH},
+    "gemma2": GEMMA2,
+    "gemma2, no caps": GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gpt_neox": GPT_NEOX,
+    "gpt_neox, not parallel": GPT_NEOX | {"use_parallel_residual": False, "attention_bias": False},
+    "phi": PHI,
+    "phi, head norms": PHI | {"qk_layernorm": True},
+    "gpt2": GPT2,
+    "falcon": FALCON,
+    "falcon, new decoder": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    "falcon, many KV heads, not parallel": FALCON | {"multi_query": False, "parallel_attn": False},
+    "cohere2": COHERE2,
+    "glm4": GLM4,
+    "exaone4": EXAONE4,
+    "exaone4, no window": EXAONE4 | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
 }
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (NUM_SEQUENCES, LENGTH))
@@ -139,7 +211,7 @@ def drop_pairs() -> Iterator[None]:
         cached.cache_clear()
 
 
-@cache
+@lru_cache(maxsize=8)  # programs take memory maps, of which a process may have so many
 def pair_of(variant: str) -> Pair:
     return make_pair(VARIANTS[variant], max_model_len=LENGTH, max_num_batched_tokens=BUDGET)
 
@@ -167,14 +239,14 @@ def check_steps(variant: str, steps: list[Step]) -> None:
         engine.flush(list(done))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS, scope="module")
 def test_whole_prompts_then_decode(variant):
     decode = [{0: 1, 1: 1, 2: 1, 3: 1}] * 6
     check_steps(variant, [{0: 1, 1: 2, 2: 4, 3: 9}, *decode])
     check_steps(variant, [{0: 16}, {1: 15}, {2: 5, 3: 11}, *decode])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS, scope="module")
 def test_any_chunking_then_decode(variant):
     @settings(max_examples=8, deadline=None, derandomize=True, database=None)
     @given(CHUNKINGS)
@@ -210,6 +282,14 @@ def test_steps_of_different_buckets_and_block_sizes(block_size):
         ["mixtral", "mixtral, one expert a token", "mixtral, window 8"],
         ["qwen2_moe", "qwen2_moe, norm_topk_prob", "qwen2_moe, window below layer 1"],
         ["qwen3_moe", "qwen3_moe, window"],
+        ["stablelm", "stablelm, head norms"],
+        ["starcoder2", "starcoder2, window 8, no biases"],
+        ["smollm3", "smollm3, window in layer 1"],
+        ["phi3", "phi3, window 8, a part rotated", "phi3, longrope, short"],
+        ["gemma2", "gemma2, no caps"],
+        ["gpt_neox", "gpt_neox, not parallel"],
+        ["phi", "phi, head norms"],
+        ["exaone4", "exaone4, no window"],
     ],
 )
 def test_the_variants_of_a_group_differ_by_far_more_than_the_tolerance(group):
@@ -218,6 +298,19 @@ def test_the_variants_of_a_group_differ_by_far_more_than_the_tolerance(group):
     for i, one in enumerate(logits):
         for other in logits[:i]:
             assert np.abs(one - other).max() > 100 * TOLERANCE * np.abs(one).max()
+
+
+@pytest.mark.parametrize(
+    "variant", {config["model_type"]: name for name, config in reversed(VARIANTS.items())}.values()
+)
+def test_greedy_tokens_are_hugging_faces(variant):
+    """Through the scheduler, with prompts cut and decodes beside them."""
+    pair, params = pair_of(variant), SamplingParams(max_tokens=16, ignore_eos=True)
+    prompts = [TOKENS[i, : 12 * (i + 1)].tolist() for i in range(NUM_SEQUENCES)]
+    for prompt, response in zip(prompts, pair.engine.generate(prompts, params), strict=True):
+        tokens = prompt + list(response.token_ids)
+        best = pair.hf_logits(np.array([tokens]))[0].argmax(-1)
+        assert best[len(prompt) - 1 : -1].tolist() == list(response.token_ids)
 
 
 DYNAMIC = LLAMA | {"max_position_embeddings": 24, "rope_scaling": {"type": "dynamic", "factor": 4.0}}

@@ -198,8 +198,8 @@ def test_null_entries_of_a_scaling_count_as_absent():
     ("scaling", "sentence"),
     [
         (
-            {"rope_type": "longrope", "factor": 4.0},
-            "rope_type='longrope' is not supported; choose default, linear, dynamic, yarn, llama3",
+            {"rope_type": "proportional", "factor": 4.0},
+            "rope_type='proportional' is not supported; choose default, linear, dynamic, yarn, llama3",
         ),
         ({"type": "su"}, "rope_type='su' is not supported"),
         ({"rope_type": "linear"}, "rope scaling 'linear' lacks the field 'factor'"),

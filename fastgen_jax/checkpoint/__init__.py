@@ -6,8 +6,17 @@ tokenizer = checkpoint.tokenizer()
 """
 
 from fastgen_jax.checkpoint.aliases import ALIASES
+from fastgen_jax.checkpoint.laid_out import LaidOut
 from fastgen_jax.checkpoint.load import Cut, load_params
 from fastgen_jax.checkpoint.resolve import Checkpoint, resolve
 from fastgen_jax.checkpoint.source import TensorSource
 
-__all__ = ["ALIASES", "Checkpoint", "Cut", "TensorSource", "load_params", "resolve"]
+__all__ = [
+    "ALIASES",
+    "Checkpoint",
+    "Cut",
+    "LaidOut",
+    "TensorSource",
+    "load_params",
+    "resolve",
+]

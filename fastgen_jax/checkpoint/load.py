@@ -148,9 +148,9 @@ class _Shared:
         if len(parts) < len(local):
             name = self._stored[parts[0].tensor]
             raise ValueError(f"tensor {name!r} has all experts in one, which cannot be shared out; save them apart")
-        # Of a stack of experts, which lie expert after expert, perhaps some.
-        mine = parts if len(parts) == len(local) else parts[index * len(local) : (index + 1) * len(local)]
-        return zip(mine, local, strict=True)
+        # Of a stack, whose parts lie one after the other, perhaps some.
+        mine = piece(len(parts), len(local), index, self._shards.size, self._axes[path][0])
+        return zip(parts[mine], local, strict=True)
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -19,7 +19,8 @@ class TensorSource(Protocol):
     bytes_read: bytes of tensor data read from disk so far.
     """
 
-    bytes_read: int
+    @property
+    def bytes_read(self) -> int: ...
 
     def names(self) -> list[str]:
         """Every tensor, in the order they lie on disk."""

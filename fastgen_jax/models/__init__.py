@@ -1,7 +1,8 @@
 """Model families, one file each, named by Hugging Face's `model_type`.
 
 A family's file has `from_hf(config_json) -> Config`, strict about fields it does not understand, and
-`Model(config, backend, shards)`, a Linen module whose submodules carry the checkpoint's names.
+`Model(config, backend, shards)`, a Linen module whose submodules carry the checkpoint's names. Where a family's
+checkpoints have other names or another layout, `layout(config) -> Layout` says so.
 """
 
 import importlib
@@ -19,7 +20,7 @@ from fastgen_jax.kernels import get_backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.layers import Params
 
-SHARED = {"hf_config", "layers", "moe", "rope"}
+SHARED = {"hf_config", "layers", "layout", "moe", "norms", "rope"}
 
 
 def families() -> list[str]:

@@ -1,25 +1,27 @@
 """Strict reading of Hugging Face's `config.json`: a field is used, known not to matter, or refused."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # What says nothing about the forward pass: provenance, training, generation defaults, output switches.
 NEUTRAL = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path
-    activation_dropout add_cross_attention architectures attention_dropout attn_implementation
-    auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    activation_dropout add_cross_attention architectures attention_dropout attn_implementation attn_pdrop
+    auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
+    attention_probs_dropout_prob classifier_dropout hidden_dropout_prob
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dropout dtype
-    early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
-    finetuning_task forced_bos_token_id forced_eos_token_id id2label init_std initializer_range
+    early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout id2label init_std initializer_range
     is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id layerdrop
     length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
     num_labels num_return_sequences output_attentions output_hidden_states output_router_logits
     output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
-    remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    remove_invalid_values repetition_penalty resid_pdrop residual_dropout return_dict return_dict_in_generate
     router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params
     temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
-    torchscript transformers.js_config transformers_version typical_p
+    torchscript transformers.js_config transformers_version typical_p use_parallel_embedding
     unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905 (a list of strings would take a line for each)
 )
@@ -55,6 +57,17 @@ class HFConfig:
         if value not in allowed:
             valid = " or ".join(map(repr, allowed))
             raise ValueError(f"{name}={value!r} of this {self.family} model is not supported, only {valid}")
+
+    def windowed(self, num_layers: int, default: Callable[[int], bool]) -> list[bool]:
+        """Whether each layer has a window, by `layer_types`; where they are not said, by the layer's number."""
+        kinds = self.take("layer_types")
+        if not kinds:
+            return [default(layer) for layer in range(num_layers)]
+        if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+            raise ValueError(f"layer_types has {unknown[0]!r}; it can have sliding_attention and full_attention")
+        if len(kinds) != num_layers:
+            raise ValueError(f"layer_types has {len(kinds)} entries; it must have num_hidden_layers={num_layers}")
+        return [kind == "sliding_attention" for kind in kinds]
 
     def finish(self) -> None:
         """Refuse the fields that are left over and not known to be neutral."""

@@ -15,6 +15,7 @@ from jax import Array
 from fastgen_jax.batch import RaggedBatch
 from fastgen_jax.kernels import Backend
 from fastgen_jax.kv_pool import LayerKV
+from fastgen_jax.models.norms import norm_heads
 from fastgen_jax.models.rope import rotate
 from fastgen_jax.sharding import WHOLE, Shards
 
@@ -25,6 +26,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
     "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_fast": partial(jax.nn.gelu, approximate=True),
     "gelu_new": partial(jax.nn.gelu, approximate=True),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
@@ -36,6 +38,16 @@ def activation(name: str) -> Callable[[Array], Array]:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not supported; choose {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def scaled(x: Array, by: float) -> Array:
+    """x times a number of the config, in x's dtype."""
+    return x if by == 1 else x * jnp.asarray(by, x.dtype)
+
+
+def softcap(x: Array, cap: float | None) -> Array:
+    """cap * tanh(x / cap): nearly x where it is small, and never beyond `cap`; None caps nothing."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 _FEW_ROWS = 32  # beyond them `x_first` is faster in float32: docs/performance.md, "What was tried"
@@ -116,41 +128,12 @@ class Embed(nn.Module):
         return matmul(x, self.embedding, out_dtype=jnp.float32)
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * scale over the last axis, the division in float32 (arXiv 1910.07467)."""
-
-    eps: float
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * scale[None, :]
-
-
-class LayerNorm(nn.Module):
-    """(x - mean) / std * scale + bias over the last axis, in float32; without `affine` no scale and bias."""
-
-    eps: float = 1e-5
-    affine: bool = True
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        y = x.astype(jnp.float32)
-        y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        if self.affine:
-            y = y * self.param("scale", nn.initializers.ones, (x.shape[-1],))[None, :]
-            y = y + self.param("bias", nn.initializers.zeros, (x.shape[-1],))[None, :]
-        return y.astype(x.dtype)
-
-
 class Attention(nn.Module):
     """Self-attention over the paged pool: project, rotate, write the new K/V, attend, project back.
 
-    `out_name` is what the checkpoint calls the output projection; `window` is in tokens, None is all.
-    `qk_norm_eps`: of an RMSNorm on each head of q and k before they are rotated; None has none.
+    out_name: what the checkpoint calls the output projection. window: in tokens; None is all. scale: of the scores,
+    None is head_dim ** -0.5. softcap: scores s become softcap * tanh(s / softcap). head_norm: one of `HEAD_NORMS`, of
+    queries and keys before they are rotated; None is none. rope_interleaved: as `rotate` has it.
     """
 
     num_heads: int
@@ -161,25 +144,30 @@ class Attention(nn.Module):
     out_bias: bool = False
     out_name: str = "o_proj"
     window: int | None = None
-    qk_norm_eps: float | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    head_norm: str | None = None
+    norm_eps: float = 1e-6
+    rope_interleaved: bool = False
     shards: Shards = WHOLE
 
     @nn.compact
     def __call__(
         self, x: Array, batch: RaggedBatch, kv: LayerKV, cos_sin: tuple[Array, Array] | None
     ) -> tuple[Array, LayerKV]:
+        """cos_sin: None for a layer that rotates nothing."""
         d, shards = self.head_dim, self.shards
         h, k = shards.local(self.num_heads, "heads"), shards.local_kv_heads(self.num_kv_heads)
         with jax.named_scope("qkv"):
             project = Linear((h + 2 * k) * d, self.qkv_bias, axes=("heads", "embed"), shards=shards, name="qkv_proj")
             qkv = project(x).reshape(-1, h + 2 * k, d)
             queries, keys, values = jnp.split(qkv, (h, h + k), axis=1)
-            if self.qk_norm_eps is not None:
-                queries = RMSNorm(self.qk_norm_eps, name="q_norm")(queries.reshape(-1, d)).reshape(queries.shape)
-                keys = RMSNorm(self.qk_norm_eps, name="k_norm")(keys.reshape(-1, d)).reshape(keys.shape)
+            if self.head_norm is not None:
+                queries, keys = norm_heads(self.head_norm, self.norm_eps, queries, keys, shards)
         if cos_sin is not None:
             with jax.named_scope("rope"):
-                queries, keys = rotate(queries, *cos_sin), rotate(keys, *cos_sin)
+                turn = partial(rotate, cos=cos_sin[0], sin=cos_sin[1], interleaved=self.rope_interleaved)
+                queries, keys = turn(queries), turn(keys)
         with jax.named_scope("write_kv"):
             kv = self.backend.write_kv(*kv, keys, values, batch.slot_mapping)
         with jax.named_scope("attention"):
@@ -189,13 +177,30 @@ class Attention(nn.Module):
                 batch.cu_q_lens,
                 batch.kv_lens,
                 batch.block_tables,
-                scale=d**-0.5,
+                scale=d**-0.5 if self.scale is None else self.scale,
                 window=self.window,
+                softcap=self.softcap,
                 num_splits=batch.num_splits,
             )
         with jax.named_scope("out"):
             project = Linear(x.shape[-1], self.out_bias, axes=("embed", "heads"), shards=shards, name=self.out_name)
             return project(out.reshape(-1, h * d)), kv
+
+
+class MLP(nn.Module):
+    """down(act(up(x)))."""
+
+    hidden: int
+    act: str
+    use_bias: bool = False
+    shards: Shards = WHOLE
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        hidden, shards = self.shards.local(self.hidden, "mlp"), self.shards
+        up = Linear(hidden, self.use_bias, axes=("mlp", "embed"), shards=shards, name="up_proj")
+        down = Linear(x.shape[-1], self.use_bias, axes=("embed", "mlp"), shards=shards, name="down_proj")
+        return down(activation(self.act)(up(x)))
 
 
 class GatedMLP(nn.Module):

@@ -1,8 +1,8 @@
-"""Llama: LLaMA, Llama-2, Llama-3.x and what differs from them by a setting (Mistral, Mixtral, the Qwens)."""
+"""Llama: LLaMA, Llama-2, Llama-3.x; and the decoder that most families are, each with settings of its own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,15 +13,45 @@ from fastgen_jax.batch import RaggedBatch
 from fastgen_jax.kernels import Backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.hf_config import HFConfig
-from fastgen_jax.models.layers import Attention, Embed, GatedMLP, Layer, Linear, Params, RMSNorm, activation
+from fastgen_jax.models.layers import (
+    MLP,
+    Attention,
+    Embed,
+    GatedMLP,
+    Layer,
+    Linear,
+    Params,
+    activation,
+    scaled,
+    softcap,
+)
 from fastgen_jax.models.moe import Mixture, MixtureMLP
+from fastgen_jax.models.norms import NORMS
 from fastgen_jax.models.rope import Rope
 from fastgen_jax.sharding import WHOLE, Shards
 
 
+class LayerNorms(NamedTuple):
+    """What the checkpoint calls the norms of a layer, None where it has none: of what attention reads and gives, and of
+    what the MLP reads and gives. Without a norm of its own, the MLP of a parallel block reads what attention does."""
+
+    attention_in: str | None = "input_layernorm"
+    attention_out: str | None = None
+    mlp_in: str | None = "post_attention_layernorm"
+    mlp_out: str | None = None
+
+
+BEFORE = LayerNorms()
+
+
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches of a Llama. `windows` has one entry a layer: tokens a query sees, None for all."""
+    """Sizes and switches of a decoder. `windows` has one entry a layer: tokens a query sees, None for all.
+
+    norm: one of `NORMS`. head_norm, attention_scale, attention_softcap: as `Attention` has them.
+    no_rope_layers: those that rotate nothing. parallel: attention and MLP read the same and are added together.
+    logits_scale, embedding_scale, residual_scale: what logits, embeddings and what a layer adds are multiplied by.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -33,12 +63,24 @@ class Config:
     max_position_embeddings: int
     rope: Rope
     windows: tuple[int | None, ...]
-    rms_norm_eps: float = 1e-6
+    norm: str = "rms"
+    norm_eps: float = 1e-6
+    layer_norms: LayerNorms = BEFORE
+    parallel: bool = False
     hidden_act: str = "silu"
+    gated_mlp: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    head_bias: bool = False
+    head_norm: str | None = None
+    no_rope_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    logits_scale: float = 1.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     tie_word_embeddings: bool = False
     mixture: Mixture | None = None
 
@@ -62,11 +104,12 @@ class Config:
         """Module -> the checkpoint's modules it is made of, with their output widths, of one shard."""
         q = shards.local(self.num_heads, "heads") * self.head_dim
         kv = shards.local_kv_heads(self.num_kv_heads) * self.head_dim
-        mlp = shards.local(self.intermediate_size, "mlp")
-        return {
-            "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-            "gate_up_proj": {"gate_proj": mlp, "up_proj": mlp},
-        } | ({} if self.mixture is None else self.mixture.fused(self.hidden_size, shards))
+        fused = {"qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv}}
+        if self.gated_mlp:
+            fused["gate_up_proj"] = dict.fromkeys(("gate_proj", "up_proj"), shards.local(self.intermediate_size, "mlp"))
+        if self.head_norm == "layer, each head":
+            fused |= {f"{x}_norm": {f"{x}_layernorm.norms.{{}}": self.head_dim} for x in "qk"}
+        return fused | ({} if self.mixture is None else self.mixture.fused(self.hidden_size, shards))
 
 
 def from_hf(hf: Mapping[str, Any]) -> Config:
@@ -85,8 +128,19 @@ def from_hf(hf: Mapping[str, Any]) -> Config:
     return config
 
 
-def read_config(fields: HFConfig, *, windows: tuple[int | None, ...], **switches: Any) -> Config:
-    """What Llama, Mistral and the Qwens read alike; the caller takes its own fields and calls `finish`."""
+def read_config(
+    fields: HFConfig,
+    *,
+    windows: tuple[int | None, ...],
+    norm_eps: float | None = None,
+    rotary: float | None = None,
+    rope_interleaved: bool = False,
+    **switches: Any,
+) -> Config:
+    """What most families read alike; the caller takes its own fields and calls `finish`.
+
+    norm_eps: None is `rms_norm_eps`. rotary: as `Rope.from_hf` has it.
+    """
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -107,9 +161,9 @@ def read_config(fields: HFConfig, *, windows: tuple[int | None, ...], **switches
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_len,
-        rope=Rope.from_hf(fields, dim=head_dim, max_len=max_len),
+        rope=Rope.from_hf(fields, dim=head_dim, max_len=max_len, rotary=rotary, interleaved=rope_interleaved),
         windows=windows,
-        rms_norm_eps=fields.take("rms_norm_eps", 1e-6),
+        norm_eps=fields.take("rms_norm_eps", 1e-6) if norm_eps is None else norm_eps,
         hidden_act=hidden_act,
         tie_word_embeddings=fields.take("tie_word_embeddings", False),
         **switches,
@@ -117,11 +171,12 @@ def read_config(fields: HFConfig, *, windows: tuple[int | None, ...], **switches
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + mlp(norm(x)), the MLP of one expert or of a mixture."""
+    """x + attention(norm(x)), then + mlp(norm(x)), the MLP of one expert or of a mixture; norms as in the config."""
 
     config: Config
     backend: Backend
     window: int | None
+    rotates: bool
     mixture: Mixture | None
     shards: Shards = WHOLE
 
@@ -129,8 +184,23 @@ class Block(nn.Module):
     def __call__(
         self, x: Array, batch: RaggedBatch, kv: LayerKV, cos_sin: tuple[Array, Array]
     ) -> tuple[Array, LayerKV]:
+        c, norms = self.config, self.config.layer_norms
+        read = self._norm(norms.attention_in, x)
+        y, kv = self._attention()(read, batch, kv, cos_sin if self.rotates else None)
+        y = scaled(self._norm(norms.attention_out, y), c.residual_scale)
+        if c.parallel:
+            read = read if norms.mlp_in is None else self._norm(norms.mlp_in, x)
+            return x + y + scaled(self._norm(norms.mlp_out, self._mlp(read, batch)), c.residual_scale), kv
+        x = x + y
+        y = self._mlp(self._norm(norms.mlp_in, x), batch)
+        return x + scaled(self._norm(norms.mlp_out, y), c.residual_scale), kv
+
+    def _norm(self, name: str | None, x: Array) -> Array:
+        return x if name is None else NORMS[self.config.norm](self.config.norm_eps, name=name)(x)
+
+    def _attention(self) -> Attention:
         c = self.config
-        attention = Attention(
+        return Attention(
             c.num_heads,
             c.num_kv_heads,
             c.head_dim,
@@ -138,19 +208,23 @@ class Block(nn.Module):
             c.qkv_bias,
             c.out_bias,
             window=self.window,
-            qk_norm_eps=c.rms_norm_eps if c.qk_norm else None,
+            scale=c.attention_scale,
+            softcap=c.attention_softcap,
+            head_norm=c.head_norm,
+            norm_eps=c.norm_eps,
+            rope_interleaved=c.rope.interleaved,
             shards=self.shards,
             name="self_attn",
         )
-        y, kv = attention(RMSNorm(c.rms_norm_eps, name="input_layernorm")(x), batch, kv, cos_sin)
-        x = x + y
-        y = RMSNorm(c.rms_norm_eps, name="post_attention_layernorm")(x)
+
+    def _mlp(self, x: Array, batch: RaggedBatch) -> Array:
+        c = self.config
         with jax.named_scope("mlp"):
-            if self.mixture is None:
-                mlp = GatedMLP(c.intermediate_size, c.hidden_act, c.mlp_bias, self.shards, name="mlp")
-                return x + mlp(y), kv
-            experts = MixtureMLP(self.mixture, c.hidden_act, self.shards, name="mlp")
-            return x + experts(y, batch.slot_mapping >= 0), kv
+            if self.mixture is not None:
+                experts = MixtureMLP(self.mixture, c.hidden_act, self.shards, name="mlp")
+                return experts(x, batch.slot_mapping >= 0)
+            kind = GatedMLP if c.gated_mlp else MLP
+            return kind(c.intermediate_size, c.hidden_act, c.mlp_bias, self.shards, name="mlp")(x)
 
 
 class Decoder(nn.Module):
@@ -163,12 +237,13 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.embed_tokens = Embed(c.vocab_size, c.hidden_size, ("vocab", "embed"), self.shards)
-        self.norm = RMSNorm(c.rms_norm_eps)
-        kinds = zip(c.windows, c.mixtures, strict=True)
+        self.norm = NORMS[c.norm](c.norm_eps)
+        rotates = [layer not in c.no_rope_layers for layer in range(c.num_layers)]
+        kinds = zip(c.windows, rotates, c.mixtures, strict=True)
         self.layers = [Layer(Block, (c, self.backend, *kind, self.shards)) for kind in kinds]
 
     def __call__(self, batch: RaggedBatch, kv_pool: list[LayerKV]) -> tuple[Array, list[LayerKV]]:
-        x = self.embed_tokens(batch.token_ids)
+        x = scaled(self.embed_tokens(batch.token_ids), self.config.embedding_scale)
         cos_sin = self.config.rope.cos_sin(batch.positions, batch.context_lens)
         # Unrolled: a scan over stacked layers copies every layer's weights out of the stack on a GPU.
         new_pool = []
@@ -186,19 +261,20 @@ class Model(nn.Module):
     shards: Shards = WHOLE
 
     def setup(self) -> None:
-        self.model = Decoder(self.config, self.backend, self.shards)
-        if not self.config.tie_word_embeddings:
-            rows = self.shards.local(self.config.vocab_size, "vocab")
-            self.lm_head = Linear(rows, out_dtype=jnp.float32, axes=("vocab", "embed"), shards=self.shards)
+        c, shards = self.config, self.shards
+        self.model = Decoder(c, self.backend, shards)
+        if not c.tie_word_embeddings:
+            rows = shards.local(c.vocab_size, "vocab")
+            self.lm_head = Linear(rows, c.head_bias, jnp.float32, axes=("vocab", "embed"), shards=shards)
 
     def __call__(self, batch: RaggedBatch, kv_pool: list[LayerKV]) -> tuple[Array, list[LayerKV]]:
         return self.model(batch, kv_pool)
 
     def logits(self, hidden: Array) -> Array:
         """hidden [S, E] -> float32 [S, V], of a shard those of its part of the vocabulary."""
-        if self.config.tie_word_embeddings:
-            return self.model.embed_tokens.attend(hidden)
-        return self.lm_head(hidden)
+        c = self.config
+        logits = self.model.embed_tokens.attend(hidden) if c.tie_word_embeddings else self.lm_head(hidden)
+        return softcap(scaled(logits, c.logits_scale), c.logits_softcap)
 
     def head_params(self, params: Params) -> Params:
         """The part of `params` that `logits` reads."""

@@ -12,16 +12,17 @@ from fastgen_jax.batch import RaggedBatch
 from fastgen_jax.kernels import Backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.hf_config import HFConfig
-from fastgen_jax.models.layers import Attention, Embed, Layer, LayerNorm, Linear, Params, activation
+from fastgen_jax.models.layers import Attention, Embed, Layer, Linear, Params, activation
+from fastgen_jax.models.norms import LayerNorm
 from fastgen_jax.sharding import WHOLE, Shards
 
 POSITION_OFFSET = 2
-"""Row of the position table that position 0 reads."""
+"""Row of the position table that position 0 reads, in an OPT."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches of an OPT. `embed_dim` is the width of the word embeddings, projected in and out."""
+    """Sizes and switches of an OPT or a GPT-2. `embed_dim` is the width of the word embeddings, projected both ways."""
 
     vocab_size: int
     hidden_size: int
@@ -35,6 +36,8 @@ class Config:
     use_bias: bool = True
     norm_affine: bool = True
     hidden_act: str = "relu"
+    norm_eps: float = 1e-5
+    position_offset: int = POSITION_OFFSET
 
     @property
     def tie_word_embeddings(self) -> bool:
@@ -101,8 +104,8 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: Array, batch: RaggedBatch, kv: LayerKV) -> tuple[Array, LayerKV]:
         c = self.config
-        attention_norm = LayerNorm(affine=c.norm_affine, name="self_attn_layer_norm")
-        mlp_norm = LayerNorm(affine=c.norm_affine, name="final_layer_norm")
+        attention_norm = LayerNorm(c.norm_eps, c.norm_affine, name="self_attn_layer_norm")
+        mlp_norm = LayerNorm(c.norm_eps, c.norm_affine, name="final_layer_norm")
         attention = Attention(
             c.num_heads,
             c.num_kv_heads,
@@ -134,19 +137,19 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         c = self.config
         self.embed_tokens = Embed(c.vocab_size, c.embed_dim, ("vocab", "embed"), self.shards)
-        self.embed_positions = Embed(c.max_position_embeddings + POSITION_OFFSET, c.hidden_size)
+        self.embed_positions = Embed(c.max_position_embeddings + c.position_offset, c.hidden_size)
         self.layers = [Layer(Block, (c, self.backend, self.shards)) for _ in range(c.num_layers)]
         if c.embed_dim != c.hidden_size:
             self.project_in, self.project_out = Linear(c.hidden_size), Linear(c.embed_dim)
         if c.final_norm:
-            self.final_layer_norm = LayerNorm(affine=c.norm_affine)
+            self.final_layer_norm = LayerNorm(c.norm_eps, c.norm_affine)
 
     def __call__(self, batch: RaggedBatch, kv_pool: list[LayerKV]) -> tuple[Array, list[LayerKV]]:
         c = self.config
         x = self.embed_tokens(batch.token_ids)
         if c.embed_dim != c.hidden_size:
             x = self.project_in(x)
-        x = x + self.embed_positions(batch.positions + POSITION_OFFSET)
+        x = x + self.embed_positions(batch.positions + c.position_offset)
         new_pool = []
         for layer, kv in zip(self.layers, kv_pool, strict=True):
             x, kv = layer(x, batch, kv)

@@ -12,8 +12,9 @@ Model = llama.Model
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     fields = HFConfig(hf)
-    windows = qwen2.read_windows(fields, lambda layer, first: layer % 2 == 0 and layer < first)
-    mixture = read_mixture(fields, len(windows), shared=fields.count("shared_expert_intermediate_size"))
+    num_layers = fields.count("num_hidden_layers")
+    windows = qwen2.read_windows(fields, num_layers, lambda layer, first: layer % 2 == 0 and layer < first)
+    mixture = read_mixture(fields, num_layers, shared=fields.count("shared_expert_intermediate_size"))
     config = llama.read_config(fields, windows=windows, qkv_bias=fields.take("qkv_bias", True), mixture=mixture)
     fields.finish()
     return config

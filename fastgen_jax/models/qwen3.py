@@ -12,7 +12,7 @@ Model = llama.Model
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     fields = HFConfig({"head_dim": 128} | dict(hf))
     bias = fields.take("attention_bias", False)
-    windows = qwen2.read_windows(fields)
-    config = llama.read_config(fields, windows=windows, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    windows = qwen2.read_windows(fields, fields.count("num_hidden_layers"))
+    config = llama.read_config(fields, windows=windows, qkv_bias=bias, out_bias=bias, head_norm="rms")
     fields.finish()
     return config

@@ -23,7 +23,7 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     num_layers = fields.count("num_hidden_layers")
     mixture = read_mixture(fields, num_layers)
     config = llama.read_config(
-        fields, windows=(window,) * num_layers, qkv_bias=bias, out_bias=bias, qk_norm=True, mixture=mixture
+        fields, windows=(window,) * num_layers, qkv_bias=bias, out_bias=bias, head_norm="rms", mixture=mixture
     )
     fields.finish()
     return config

@@ -15,10 +15,14 @@ REQUIRED = {
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
 }
 """The types of scaling, and what each must find in the config."""
 
-OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor")}
+OPTIONAL = {
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "longrope": ("attention_factor",),
+}
 """What a type of scaling reads where it is there."""
 
 
@@ -27,7 +31,9 @@ class Rope:
     """Rotation frequencies of a head of `dim` dimensions; the rest mean what they mean in config.json.
 
     original_max_len: context length before scaling (`original_max_position_embeddings`).
-    attention_factor: what yarn multiplies cos and sin by.
+    attention_factor: what yarn and longrope multiply cos and sin by.
+    short_factor, long_factor: what longrope divides the frequencies of short and of long contexts by, [dim / 2].
+    interleaved: as `rotate` has it.
     """
 
     dim: int
@@ -41,14 +47,33 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    interleaved: bool = False
 
     @classmethod
-    def from_hf(cls, fields: HFConfig, *, dim: int, max_len: int, theta: float = 10000.0) -> "Rope":
-        """Read `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5), strictly."""
+    def from_hf(
+        cls,
+        fields: HFConfig,
+        *,
+        dim: int,
+        max_len: int,
+        theta: float = 10000.0,
+        rotary: float | None = None,
+        interleaved: bool = False,
+    ) -> "Rope":
+        """Read `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5), strictly.
+
+        rotary: the share of `dim` dimensions that is rotated where the config has no `partial_rotary_factor`; None is
+        all of them, and the config may not have it.
+        """
         scaling = dict(fields.take("rope_scaling") or {}) | (fields.take("rope_parameters") or {})
         scaling = {name: value for name, value in scaling.items() if value is not None}
+        if rotary is not None:
+            dim = int(dim * scaling.pop("partial_rotary_factor", fields.take("partial_rotary_factor", rotary)))
         if dim % 2:
-            raise ValueError(f"head_dim={dim} must be even: rope turns pairs of dimensions")
+            of = "head_dim" if rotary is None else "the rotated part of head_dim"
+            raise ValueError(f"{of}={dim} must be even: rope turns pairs of dimensions")
         theta = float(scaling.pop("rope_theta", fields.take("rope_theta", theta)))
         legacy_type = scaling.pop("type", "default")
         rope_type = scaling.pop("rope_type", legacy_type)
@@ -61,6 +86,14 @@ class Rope:
             mscales = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
             computed = _yarn_attention_factor(scaling.get("factor", 1.0), *mscales)
             scaling.setdefault("attention_factor", computed)
+        if rope_type == "longrope":
+            original = original or max_len
+            growth = scaling.pop("factor", None) or max_len / original
+            scaling.setdefault("attention_factor", _longrope_attention_factor(growth, original))
+            for name in [name for name in REQUIRED["longrope"] if name in scaling]:
+                scaling[name] = tuple(scaling[name])
+                if len(scaling[name]) != dim // 2:
+                    raise ValueError(f"{name} has {len(scaling[name])} entries; it must have {dim // 2}")
         scaling.pop("finetuned", None)
         required, optional = REQUIRED[rope_type], OPTIONAL.get(rope_type, ())
         if missing := [name for name in required if name not in scaling]:
@@ -69,7 +102,7 @@ class Rope:
             raise ValueError(f"rope scaling {rope_type!r} has unsupported fields: {', '.join(unknown)}")
         if rope_type == "dynamic" or original is None:
             original = max_len
-        return cls(dim, theta, rope_type, original_max_len=original, **scaling)
+        return cls(dim, theta, rope_type, original_max_len=original, interleaved=interleaved, **scaling)
 
     def max_positions(self, max_len: int) -> int:
         """The longest context of a model whose `max_position_embeddings` is `max_len`.
@@ -97,9 +130,10 @@ class Rope:
     def cos_sin(self, positions: Array, context_lens: Array) -> tuple[Array, Array]:
         """cos and sin, float32 [T, dim / 2], of tokens at `positions` int32 [T].
 
-        `context_lens` int32 [T] matters to "dynamic" only: the tokens there were when the token was
-        first computed by a generation that ran its prompt whole. So the frequencies a token gets do
-        not depend on how its prompt was split, and are those of Hugging Face's `generate`.
+        `context_lens` int32 [T] matters to "dynamic" and "longrope" only: the tokens there were when the token was
+        first computed by a generation that ran its prompt whole. So the frequencies a token gets do not depend on how
+        its prompt was split, and are those of Hugging Face's `generate`; only that this computes a "longrope" context
+        anew where it grows past `original_max_len`, and here its first tokens keep the frequencies they have.
         """
         inv_freq = jnp.asarray(self.inv_freq())[None, :]
         if self.rope_type == "dynamic":
@@ -108,6 +142,9 @@ class Rope:
             exponent = jnp.arange(0, self.dim, 2, dtype=jnp.float32) / self.dim
             theta = self.theta * growth ** (self.dim / (self.dim - 2))
             inv_freq = theta[:, None] ** -exponent[None, :]
+        if self.rope_type == "longrope":
+            factors = [jnp.asarray(f, jnp.float32)[None, :] for f in (self.long_factor, self.short_factor)]
+            inv_freq = inv_freq / jnp.where((context_lens > self.original_max_len)[:, None], *factors)
         angles = positions.astype(jnp.float32)[:, None] * inv_freq
         return jnp.cos(angles) * self.attention_factor, jnp.sin(angles) * self.attention_factor
 
@@ -148,8 +185,22 @@ def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: 
     return scale(1.0)
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate the halves of x [T, H, D] against each other by float32 angles cos, sin [T, D / 2]."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+def _longrope_attention_factor(growth: float, original: int) -> float:
+    return 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(original))
+
+
+def rotate(x: Array, cos: Array, sin: Array, *, interleaved: bool = False) -> Array:
+    """Rotate the first R dimensions of x [T, H, D] in pairs by float32 angles cos, sin [T, R / 2]; the others stay.
+
+    A pair is a dimension of the first half of R and one of the second, or, interleaved, one and the next.
+    """
+    turned, others = jnp.split(x, (2 * cos.shape[-1],), axis=-1)
+    turned = turned.astype(jnp.float32)
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1).astype(x.dtype)
+    pairs = first * cos - second * sin, second * cos + first * sin
+    turned = jnp.stack(pairs, axis=-1).reshape(turned.shape) if interleaved else jnp.concatenate(pairs, axis=-1)
+    return jnp.concatenate((turned.astype(x.dtype), others), axis=-1) if others.size else turned.astype(x.dtype)

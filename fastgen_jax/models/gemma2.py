@@ -1,0 +1,42 @@
+"""Gemma 2: soft caps, a window in every second layer, norms before and after, scaled embeddings, scales less 1."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastgen_jax.models import llama
+from fastgen_jax.models.hf_config import HFConfig
+
+Model = llama.Model
+
+DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+"""What Hugging Face takes where a config.json says nothing, and Llama's is another."""
+
+NORMS = llama.LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+def from_hf(hf: Mapping[str, Any]) -> llama.Config:
+    # Older configs have a "hidden_act" too, which nobody reads.
+    act = {"hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh", "hidden_activation": None}
+    fields = HFConfig(DEFAULTS | dict(hf) | act)
+    fields.only("use_bidirectional_attention", None, False)
+    num_layers, window = fields.count("num_hidden_layers"), fields.take("sliding_window", 4096, null=None)
+    fields.only("sliding_window_size", window)  # an older name
+    bias = fields.take("attention_bias", False)
+    config = llama.read_config(
+        fields,
+        windows=tuple(
+            window if windowed else None for windowed in fields.windowed(num_layers, lambda layer: layer % 2 == 0)
+        ),
+        norm="rms, less 1",
+        layer_norms=NORMS,
+        attention_scale=fields.take("query_pre_attn_scalar", 256) ** -0.5,
+        attention_softcap=fields.take("attn_logit_softcapping", 50.0, null=None),
+        logits_softcap=fields.take("final_logit_softcapping", 30.0, null=None),
+        embedding_scale=hf.get("hidden_size", 0) ** 0.5,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    fields.finish()
+    return config

@@ -1,0 +1,502 @@
+"""Families that are Llama or OPT with other settings: real configs, what is refused, and checkpoints laid out anew."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hf import assert_close, load_model, make_pair, save_random_model
+from safetensors.numpy import load_file, save_file
+from test_models import LONGROPE, PHI3, TOKENS, VARIANTS
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fastgen_jax import kernels, models
+from fastgen_jax.checkpoint.laid_out import LaidOut
+from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
+from fastgen_jax.models.layout import Layout, in_turn
+from fastgen_jax.models.rope import Rope
+from fastgen_jax.types import SamplingParams
+
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
+LOGPROBS = SamplingParams(max_tokens=8, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+
+REAL = {
+    "olmo2": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
+    "granite": {
+        "attention_bias": False,
+        "attention_dropout": 0.1,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "logits_scaling": 8.0,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 49155,
+    },
+    "stablelm": {
+        "hidden_act": "silu",
+        "hidden_dropout": 0.0,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.25,
+        "qk_layernorm": True,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "use_qkv_bias": False,
+        "vocab_size": 100352,
+    },
+    "starcoder2": {
+        "attention_dropout": 0.1,
+        "embedding_dropout": 0.1,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 3072,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 16384,
+        "mlp_type": "default",
+        "norm_epsilon": 1e-05,
+        "norm_type": "layer_norm",
+        "num_attention_heads": 24,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 2,
+        "residual_dropout": 0.1,
+        "rope_theta": 999999.4420358813,
+        "sliding_window": 4096,
+        "use_bias": True,
+        "vocab_size": 49152,
+    },
+    "smollm3": {
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "layer_types": ["full_attention"] * 36,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "pretraining_tp": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
+    "phi3": {
+        "attention_bias": False,
+        "embd_pdrop": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "original_max_position_embeddings": 4096,
+        "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "tie_word_embeddings": False,
+        "vocab_size": 32064,
+    },
+    "gemma2": {
+        "attention_bias": False,
+        "attn_logit_softcapping": 50.0,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 8,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_size": 4096,
+        "vocab_size": 256000,
+    },
+    "gpt_neox": {
+        "hidden_act": "gelu",
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "vocab_size": 50432,
+    },
+    "phi": {
+        "embd_pdrop": 0.0,
+        "hidden_act": "gelu_new",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "partial_rotary_factor": 0.4,
+        "qk_layernorm": False,
+        "resid_pdrop": 0.1,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 51200,
+    },
+    "gpt2": {
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-05,
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    },
+    "falcon": {
+        "alibi": False,
+        "apply_residual_connection_post_layernorm": False,
+        "attention_dropout": 0.0,
+        "bias": False,
+        "hidden_dropout": 0.0,
+        "hidden_size": 4544,
+        "layer_norm_epsilon": 1e-05,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "num_attention_heads": 71,
+        "num_hidden_layers": 32,
+        "num_kv_heads": 71,
+        "parallel_attn": True,
+        "vocab_size": 65024,
+    },
+    "cohere2": {
+        "attention_bias": False,
+        "cache_implementation": "hybrid",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "layer_norm_eps": 1e-05,
+        "layer_switch": 4,
+        "logit_scale": 0.25,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rope_scaling": None,
+        "rope_theta": 50000,
+        "rotary_pct": 1.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "use_embedding_sharing": True,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "use_parallel_embedding": True,
+        "use_qk_norm": False,
+        "vocab_size": 256000,
+    },
+    "glm4": {
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 151552,
+    },
+    "exaone4": {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 27392,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 1000000,
+        "sliding_window": 4096,
+        "sliding_window_pattern": "LLLG",
+        "tie_word_embeddings": False,
+        "vocab_size": 102400,
+    },
+}
+"""From the config.json of OLMo-2-7B, granite-3.1-2b, stablelm-2-12b, starcoder2-3b, SmolLM3-3B, Phi-3-mini-128k (with
+other factors), gemma-2-9b, pythia-6.9b, phi-2, gpt2, falcon-7b, command-r7b, GLM-4-9B-0414, EXAONE-4.0-32B."""
+REAL = {name: {"model_type": name, "transformers_version": "4.50.0", "bos_token_id": 1} | c for name, c in REAL.items()}
+
+
+def read(hf_config: dict[str, Any]) -> Any:
+    return models.family(hf_config["model_type"]).from_hf(hf_config)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_have_hugging_faces_parameters(name, tmp_path):
+    config = read(REAL[name])
+    model = models.family(name).Model(config, kernels.get_backend("xla"))
+    shapes = jax.eval_shape(partial(models.init_params, model), jax.random.key(0))
+    theirs = AutoConfig.for_model(**REAL[name])
+    with torch.device("meta"):
+        expected = sum(p.numel() for p in AutoModelForCausalLM.from_config(theirs).parameters())
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == expected
+
+
+def test_layers_differ_where_the_config_says_so():
+    windows, smollm3 = read(REAL["gemma2"]).windows, read(REAL["smollm3"])
+    assert windows == (4096, None) * 21
+    assert smollm3.no_rope_layers == tuple(range(3, 36, 4)) and smollm3.windows == (None,) * 36
+    for name, layers in (("cohere2", 32), ("exaone4", 64)):
+        config = read(REAL[name])
+        assert config.windows == (4096, 4096, 4096, None) * (layers // 4)
+        assert config.no_rope_layers == tuple(range(3, layers, 4))
+    by_pattern = {key: value for key, value in REAL["exaone4"].items() if key != "layer_types"}
+    assert read(by_pattern) == read(by_pattern | {"sliding_window_pattern": 4}) == read(REAL["exaone4"])
+    assert read(by_pattern | {"sliding_window": None}).no_rope_layers == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "sentence"),
+    [
+        ("olmo2", {"clip_qkv": 8.0}, "this olmo2 model has unsupported fields: clip_qkv=8.0"),
+        ("granite", {"num_local_experts": 8}, "this granite model has unsupported fields: num_local_experts=8"),
+        ("stablelm", {"partial_rotary_factor": 0.02}, "the rotated part of head_dim=3 must be even"),
+        ("stablelm", {"rms_norm_eps": 1e-5}, "this stablelm model has unsupported fields: rms_norm_eps"),
+        (
+            "starcoder2",
+            {"mlp_type": "gated"},
+            "mlp_type='gated' of this starcoder2 model is not supported",
+        ),
+        ("starcoder2", {"norm_type": "rms_norm"}, "norm_type='rms_norm' .* not supported, only 'layer_norm'"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries; it must have num_hidden_layers=36"),
+        ("smollm3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries; it must have"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1}}, "'linear' has unsupported fields"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0]}},
+            "short_factor has 1 entries; it must",
+        ),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias=True of this phi3 model is not supported, only False"),
+        ("phi3", {"full_attn_mod": 2}, "full_attn_mod=2 of this phi3 model is not supported, only 1"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True .* not supported"),
+        ("gemma2", {"sliding_window_size": 99}, "sliding_window_size=99 .* not supported, only 4096"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 42}, "layer_types has 'chunked_attention'; it can have"),
+        ("gpt_neox", {"num_key_value_heads": 8}, "num_key_value_heads=8 of this gpt_neox model is not supported"),
+        ("gpt_neox", {"rope_scaling": {"type": "mystery"}}, "rope_type='mystery' is not supported; choose default"),
+        ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings=True of this phi model is not supported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True .* only False"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False .* not supported, only True"),
+        ("gpt2", {"n_head": 7}, "n_embd=768 is no multiple of n_head=7"),
+        ("gpt2", {"activation_function": "tanh"}, "activation 'tanh' is not supported; choose"),
+        ("falcon", {"alibi": True}, "alibi=True of this falcon model is not supported, only False"),
+        (
+            "falcon",
+            {"apply_residual_connection_post_layernorm": True},
+            "post_layernorm=True .* only False",
+        ),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False .* only True"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True of this cohere2 model is not supported, only False"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block=False .* not supported, only True"),
+        ("cohere2", {"layer_switch": 2}, "layer_switch=2 .* not supported, only 4"),
+        ("glm4", {"rope_scaling": {"type": "mystery"}}, "rope_type='mystery' is not supported; choose default"),
+        ("exaone4", {"layer_types": ["full_attention"]}, "layer_types has 1 entries; it must have"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_a_sentence(name, field, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read(REAL[name] | field)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_an_unknown_field_is_refused(name):
+    with pytest.raises(ValueError, match=f"this {name} model has unsupported fields: qk_twist=2"):
+        read(REAL[name] | {"qk_twist": 2})
+
+
+# Longrope
+
+
+def test_longrope_turns_long_contexts_otherwise_and_is_read_by_its_old_names():
+    config = read(REAL["phi3"])
+    assert config.max_positions == 131072
+    assert config.rope.attention_factor == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
+    for old in ("su", "yarn"):
+        assert read(REAL["phi3"] | {"rope_scaling": REAL["phi3"]["rope_scaling"] | {"type": old}}) == config
+    rope = Rope(4, rope_type="longrope", original_max_len=8, short_factor=(1.0, 2.0), long_factor=(4.0, 5.0))
+    _, sin = rope.cos_sin(np.array([1, 1]), np.array([8, 9]))
+    np.testing.assert_allclose(np.arcsin(sin), [[1.0, 0.01 / 2], [1 / 4, 0.01 / 5]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [10, 16, 17, 40])
+def test_longrope_beyond_its_positions_is_that_of_a_prompt_run_whole_and_then_decoded(num_prompt_tokens):
+    """Prompts are cut into steps of 16 tokens."""
+    pair = make_pair(PHI3 | LONGROPE | {"original_max_position_embeddings": 16}, max_num_batched_tokens=16)
+    tokens = TOKENS[0, :48].tolist()
+    ours = []
+    for response in pair.engine.generate([tokens[:num_prompt_tokens]], LOGPROBS):
+        tokens = tokens[:num_prompt_tokens] + list(response.token_ids)
+        ours = [report.logprob for report in response.prompt_logprobs[1:] + response.logprobs]
+    theirs = jax.nn.log_softmax(pair.hf_logits_decoded(tokens, num_prompt_tokens)[:-1])
+    assert_close(np.array(ours), np.asarray(theirs)[np.arange(len(tokens) - 1), tokens[1:]])
+
+
+# Checkpoints laid out otherwise
+
+
+class Arrays:
+    """A `TensorSource` of arrays."""
+
+    bytes_read = 0
+
+    def __init__(self, **arrays: np.ndarray) -> None:
+        self._arrays = arrays
+
+    def names(self) -> list[str]:
+        return list(self._arrays)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._arrays[name].shape
+
+    def read_into(self, name: str, out: np.ndarray, region: tuple[slice, ...] | None = None) -> None:
+        out[...] = self._arrays[name][region or ()]
+
+    def read(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+
+TABLE = np.arange(24.0).reshape(12, 2)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_modules_that_share_a_tensor_get_their_rows(times, transposed):
+    rows = in_turn(times=times, q=6 // times, k=6 // times)
+    layout = Layout({"^old": "new"}, {"qk": rows}, ("qk",) if transposed else (), unread="mask")
+    source = LaidOut(Arrays(**{"old.qk.weight": TABLE.T if transposed else TABLE, "mask.bias": TABLE}), layout)
+    by_turn = TABLE.reshape(times, 2, 6 // times, 2)
+    assert source.names() == ["new.q.weight", "new.k.weight"]
+    for i, name in enumerate(source.names()):
+        whole = by_turn[:, i].reshape(6, 2)
+        assert source.shape(name) == (6, 2)
+        np.testing.assert_array_equal(source.read(name), whole)
+        for region in (None, (slice(1, 5), slice(0, 2)), (slice(2, 3), slice(1, 2)), (slice(4, 4), slice(0, 1))):
+            wanted = whole[region or ()]
+            out = np.zeros(wanted.shape)
+            source.read_into(name, out, region)
+            np.testing.assert_array_equal(out, wanted)
+
+
+def test_a_shared_tensor_of_another_size_is_refused_by_its_own_name():
+    with pytest.raises(ValueError, match=r"^tensor 'a.qk.weight' has 12 outputs; the model expects 9$"):
+        LaidOut(Arrays(**{"a.qk.weight": TABLE}), Layout(shared={"qk": in_turn(q=6, k=3)}))
+
+
+@pytest.mark.parametrize(
+    ("variant", "prefix", "mask", "names"),
+    [
+        ("gpt2", "transformer.", "h.0.attn.bias", {}),
+        ("falcon", "transformer.", None, {}),
+        ("gpt_neox", "gpt_neox.", "gpt_neox.layers.0.attention.masked_bias", {"lm_head.": "embed_out."}),
+    ],
+)
+def test_older_checkpoints_of_the_same_model_read_alike(variant, prefix, mask, names, tmp_path):
+    """Saved without the outermost module, as GPT-2's on the Hub, or with old names; and with the masks of attention."""
+    save_random_model(VARIANTS[variant], tmp_path)
+    _, expected = load_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for new, old in names.items():
+        tensors = {name.replace(new, old): value for name, value in tensors.items()}
+    if not names:
+        tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    if mask is not None:
+        tensors[mask] = np.ones((1, 1, 4, 4), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, found = load_model(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_leaf_is_read_once(tmp_path):
+    """Shared and transposed tensors cost the bytes that they have."""
+    save_random_model(VARIANTS["gpt2"], tmp_path)
+    model = models.family("gpt2")
+    source = LaidOut(SafetensorsSource(tmp_path), model.layout(model.from_hf(VARIANTS["gpt2"])))
+    nbytes = 0
+    for name in source.names():
+        out = np.zeros(source.shape(name), np.float32)
+        source.read_into(name, out)
+        nbytes += out.nbytes
+    assert source.bytes_read == nbytes

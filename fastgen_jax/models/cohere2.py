@@ -8,7 +8,6 @@ from fastgen_jax.models.hf_config import HFConfig
 
 Model = llama.Model
 
-
 ONLY = {
     "order_of_interleaved_layers": "local_attn_first",
     "position_embedding_type": "rope_gptj",

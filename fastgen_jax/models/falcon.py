@@ -21,7 +21,7 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     if multi_query and not new:
         hf["num_key_value_heads"] = 1
     if hf.get("intermediate_size") is None:
-        hf["intermediate_size"] = 4 * hf.get("hidden_size", 0)
+        hf["intermediate_size"] = 4 * (hf.get("hidden_size") or 0)
     fields = HFConfig(hf)
     fields.only("alibi", False, None)
     fields.only("apply_residual_connection_post_layernorm", False)

@@ -1,6 +1,7 @@
 """Gemma 2: soft caps, a window in every second layer, norms before and after, scaled embeddings, scales less 1."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastgen_jax.models import llama
@@ -34,9 +35,8 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
         attention_scale=fields.take("query_pre_attn_scalar", 256) ** -0.5,
         attention_softcap=fields.take("attn_logit_softcapping", 50.0, null=None),
         logits_softcap=fields.take("final_logit_softcapping", 30.0, null=None),
-        embedding_scale=hf.get("hidden_size", 0) ** 0.5,
         qkv_bias=bias,
         out_bias=bias,
     )
     fields.finish()
-    return config
+    return replace(config, embedding_scale=config.hidden_size**0.5)

@@ -10,16 +10,16 @@ from fastgen_jax.models.layout import Layout, in_turn
 
 Model = opt.Model
 
-
 UNREAD = (
     "n_ctx",
-    "reorder_and_upcast_attn",  # computes the same in another order
+    "reorder_and_upcast_attn",
     "summary_activation",
     "summary_first_dropout",
     "summary_proj_to_labels",
     "summary_type",
     "summary_use_proj",
 )
+"""Fields of other tasks, and what is computed alike either way."""
 
 
 def from_hf(hf: Mapping[str, Any]) -> opt.Config:

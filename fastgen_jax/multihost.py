@@ -15,6 +15,7 @@ A process whose peer has died or hangs cannot go on, nor can it be interrupted w
 says so in one sentence and exits with status 1, within `peers.SILENCE_S` seconds at most.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ from jax.experimental import multihost_utils
 
 from fastgen_jax import pretrained
 from fastgen_jax.orders import Order
-from fastgen_jax.peers import Peer, accept, connect, free_port, listening, reply_of
+from fastgen_jax.peers import GONE, Peer, accept, connect, end, free_port, listening, reply_of
 from fastgen_jax.types import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,20 @@ def join(
     ValueError, one sentence, for numbers that cannot be, here or in another process; TimeoutError if not all come.
     """
     check(coordinator, num_processes, process_id)
+    group = _meet(coordinator, num_processes, process_id, timeout)
+    atexit.register(_end_others, group)
+    return group
+
+
+def _end_others(group: "Leader | Follower") -> None:
+    """At the end of a process that has not parted: JAX would wait minutes for the others, and they for this process."""
+    if not group.has_parted:
+        end("this process has ended without closing the engine, so those that share it end, too")
+
+
+def _meet(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
+) -> "Leader | Follower":
     if jax.config.jax_platforms == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
@@ -154,6 +169,7 @@ class Leader:
 
     def __init__(self, connections: list[Connection]) -> None:
         self._peers = [Peer(f"process {i}", connection) for i, connection in enumerate(connections, 1)]
+        self.has_parted = self._is_broken = False
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """ValueError in every process unless all of them call this with the same facts."""
@@ -167,6 +183,7 @@ class Leader:
         for peer in self._peers:
             peer.send(b"v", verdict.encode())
         if verdict:
+            self.has_parted = True
             for peer in self._peers:
                 peer.expect_end()
             raise ValueError(verdict)
@@ -179,7 +196,11 @@ class Leader:
         return number
 
     def tell(self, order: Order) -> None:
-        """Have every follower execute `order`."""
+        """Have every follower execute `order`. RuntimeError where none can be told any more."""
+        if self.has_parted:
+            raise RuntimeError("the engine is closed")
+        if self._is_broken:
+            raise RuntimeError("a step was broken off, so the processes that share the model are out of step: end them")
         data = order.to_bytes()
         for peer in self._peers:
             peer.send(b"o", data)
@@ -188,12 +209,24 @@ class Leader:
         """Leave the watchers time to find somebody gone, which a device's error usually means, and to say so."""
         time.sleep(SETTLE_S)
 
+    def break_off(self) -> None:
+        """Let no further order be given: a follower may wait in its device for what this process did not do."""
+        self._is_broken = True
+
     def close(self) -> None:
-        """Let the followers go; the model cannot be used any more."""
+        """Let the followers go; the model cannot be used any more. Where they are out of step, their end is this one's.
+
+        A second call does nothing.
+        """
+        if self.has_parted or self._is_broken:
+            return
         for peer in self._peers:
             peer.send(b"q")
         for peer in self._peers:
-            peer.receive(b"q")
+            while (kind := peer.receive_any()[0]) != b"q":
+                if kind == GONE:
+                    end(f"{peer.name} is gone and has not parted")
+        self.has_parted = True
         jax.distributed.shutdown()
 
 
@@ -204,11 +237,13 @@ class Follower:
 
     def __init__(self, connection: Connection) -> None:
         self._leader = Peer("process 0, which leads,", connection)
+        self.has_parted = False
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """ValueError in every process unless all of them call this with the same facts."""
         self._leader.send(b"f", json.dumps(dict(facts)).encode())
         if verdict := self._leader.receive(b"v").decode():
+            self.has_parted = True
             self._leader.expect_end()
             raise ValueError(verdict)
 
@@ -219,6 +254,9 @@ class Follower:
 
     def tell(self, order: Order) -> None:
         """Nobody: the leader tells."""
+
+    def break_off(self) -> None:
+        """As little."""
 
     def settle(self) -> None:
         """As the leader's."""
@@ -252,6 +290,7 @@ class Follower:
                 self.settle()
                 raise
         self._leader.send(b"q")
+        self.has_parted = True
         jax.distributed.shutdown()
 
 

@@ -41,6 +41,9 @@ class Group(Protocol):
     def tell(self, order: Order) -> None:
         """Have the others execute `order`, in the order in which they are told."""
 
+    def break_off(self) -> None:
+        """After an exception between `tell` and the end of `execute`: tell no more, for they may be out of step."""
+
     def least(self, number: int) -> int:
         """The least of what all of them call this with."""
 
@@ -61,6 +64,9 @@ class Alone:
 
     def tell(self, order: Order) -> None:
         """Nobody is there."""
+
+    def break_off(self) -> None:
+        """Nobody is out of step."""
 
     def least(self, number: int) -> int:
         """It is its own."""

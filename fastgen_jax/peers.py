@@ -18,9 +18,13 @@ SILENCE_S = 20.0
 """A peer that says nothing for so long is given up; a living one pings."""
 
 TRY_EVERY_S, GRACE_S = 0.2, 5.0
+MAX_GREETING = 4096
 REFUSED = b"!"
 LOST = 1
 """Exit status of a process that has lost a peer."""
+
+GONE = b""
+"""The kind of what is received after the last message."""
 
 
 @contextlib.contextmanager
@@ -42,7 +46,10 @@ def accept(listener: Listener, count: int, timeout: float) -> list[Connection]:
         with contextlib.suppress(OSError):  # closed, after the timeout
             while len(found) < count - 1:
                 connection = listener.accept()
-                rank, theirs, versions = json.loads(connection.recv_bytes())
+                if (greeting := _greeting(connection)) is None:
+                    connection.close()
+                    continue
+                rank, theirs, versions = greeting
                 wrong = ""
                 if rank in found:
                     wrong = f"process_id={rank} has come twice; each process has a number of its own"
@@ -68,6 +75,17 @@ def accept(listener: Listener, count: int, timeout: float) -> list[Connection]:
     if wrong:
         raise ValueError(wrong)
     return [found[rank] for rank in sorted(found)]
+
+
+def _greeting(connection: Connection) -> tuple[int, int, str] | None:
+    """What `connect` says first; None if it is somebody else, as a probe of the port."""
+    try:
+        if not connection.poll(GRACE_S):
+            return None
+        rank, count, versions = json.loads(connection.recv_bytes(MAX_GREETING))
+        return int(rank), int(count), str(versions)
+    except (OSError, EOFError, ValueError, TypeError):
+        return None
 
 
 def connect(host: str, port: int, rank: int, count: int, timeout: float) -> Connection:
@@ -134,12 +152,13 @@ class Peer:
 
     def receive(self, kind: bytes) -> bytes:
         """The body of the next message, which must be of this kind."""
-        found, body = self._inbox.get()
+        found, body = self.receive_any()
         if found != kind:
             raise RuntimeError(f"{self.name} sent {found!r} where {kind!r} was due")
         return body
 
     def receive_any(self) -> tuple[bytes, bytes]:
+        """The next message, or `GONE` where none can come."""
         return self._inbox.get()
 
     def _listen(self) -> None:
@@ -150,6 +169,7 @@ class Peer:
                 message = self._connection.recv_bytes()
             except (OSError, EOFError):
                 self._lose("is gone")
+                self._inbox.put((GONE, b""))
                 return
             kind, body = message[:1], message[1:]
             if kind == b"q" or (kind == b"v" and body):  # it leaves, or says why all have to
@@ -170,5 +190,7 @@ class Peer:
 
 def end(sentence: str) -> NoReturn:
     """End the process at once: its main thread may be waiting in a device for one that will not come."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # its reader may be gone, or there is no stdout
+        sys.stdout.flush()
     print(f"fastgen: error: {sentence}", file=sys.stderr, flush=True)
     os._exit(LOST)

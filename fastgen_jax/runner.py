@@ -90,8 +90,12 @@ class ModelRunner:
 
     def _order(self, kind: str, *numbers: int, arrays: tuple[np.ndarray, ...] = ()) -> Any:
         order = Order(kind, numbers, arrays)
-        self._group.tell(order)
-        return self.execute(order)
+        try:
+            self._group.tell(order)
+            return self.execute(order)
+        except BaseException:  # Ctrl-C too
+            self._group.break_off()
+            raise
 
     def check_not_shared(self, method: str) -> None:
         """ValueError where other processes have a part of the model."""

@@ -1,6 +1,7 @@
 """One of several processes that share a model: `node.py FOLDER RANK COUNT PORT ENGINE`, the last a JSON object.
 
-The leader writes what it generated as JSON, and with "wait" in ENGINE goes on until it is killed.
+The leader writes what it generated as JSON, and with "wait" in ENGINE goes on until it is killed. With "fault", a
+process fails: in "load" or in "step" as it does these, or as "leave" when it should close.
 """
 
 import json
@@ -14,9 +15,20 @@ os.environ["XLA_FLAGS"] = (
     f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={config['tensor_parallel'] // count}"
 )
 
-from fastgen_jax import Engine, SamplingParams, multihost  # noqa: E402 (after the environment)
+from fastgen_jax import Engine, SamplingParams, checkpoint, multihost  # noqa: E402 (after the environment)
+from fastgen_jax.runner import ModelRunner  # noqa: E402
 
-wait = config.pop("wait", False)
+wait, fault = config.pop("wait", False), config.pop("fault", None)
+
+
+def fail(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("a fault")
+
+
+if fault == "load":
+    checkpoint.load_params = fail
+if fault == "step":
+    ModelRunner._do_step = fail
 try:
     group = multihost.join(f"127.0.0.1:{port}", count, rank, timeout=config.pop("timeout", 60))
     if group.leads:
@@ -31,7 +43,10 @@ try:
         while wait:
             engine.generate(prompts, every[0], show_progress=False)
             time.sleep(0.01)
+        if fault == "leave":
+            fail()
         engine.close()
+        engine.close()  # does nothing
     else:
         print("following", flush=True)
         group.follow(folder, show_progress=False, **config)

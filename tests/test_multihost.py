@@ -2,15 +2,18 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from scripted import TOKENIZER
 from fastgen_jax import cli, multihost, peers
 from fastgen_jax.engine import Engine
 from fastgen_jax.orders import Order
+from fastgen_jax.runner import ModelRunner
 from fastgen_jax.serving.supervisor import free_port
 from fastgen_jax.types import SamplingParams
 
@@ -112,6 +116,67 @@ def test_the_death_of_one_ends_the_other_with_a_sentence(nodes, victim):
     assert status == peers.LOST
     assert sentence.startswith(f"fastgen: error: process {victim}")
     assert sentence.endswith("this process cannot go on without it") and sentence.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "fault"),
+    [(0, "leave"), (1, "load"), *(pytest.param(i, "step", marks=pytest.mark.slow) for i in (0, 1))],
+)
+def test_one_that_fails_or_leaves_ends_the_other(nodes, rank, fault):
+    """At once: JAX's own end of a process would wait for the other, five minutes."""
+    each: list[dict[str, Any]] = [{}, {}]
+    each[rank] = {"fault": fault}
+    started = nodes(2, *each, warm_up=False)
+    expected = {
+        rank: "this process has ended without closing the engine, so those that share it end, too",
+        1 - rank: f"process {rank}",
+    }
+    for i, node in enumerate(started):
+        status, sentence = node.end(2 * ENDS_WITHIN_S)
+        assert (status, expected[i] in sentence) == (peers.LOST, True), sentence
+
+
+def test_a_follower_that_dies_as_it_is_let_go_is_not_waited_for(monkeypatch):
+    ours, theirs = multiprocessing.Pipe()
+    monkeypatch.setattr(multihost, "end", sys.exit)
+    leader = multihost.Leader([ours])
+    theirs.send_bytes(b"n14")  # what nobody asked for is passed over
+    closing = ThreadPoolExecutor(1).submit(leader.close)
+    while theirs.recv_bytes() != b"q":
+        pass
+    theirs.close()
+    with pytest.raises(SystemExit, match=r"^process 1 is gone and has not parted$"):
+        closing.result(ENDS_WITHIN_S)
+
+
+def test_no_order_follows_one_that_was_broken_off():
+    """The processes may be out of step: the next one's sums would be of different layers."""
+    ours, theirs = multiprocessing.Pipe()
+    leader = multihost.Leader([ours])
+    runner = object.__new__(ModelRunner)
+    runner._group = leader
+    with pytest.raises(AttributeError):
+        runner._order("nothing_of_that_kind")
+    with pytest.raises(RuntimeError, match=r"^a step was broken off, .* out of step"):
+        runner._order("reset")
+    leader.close()  # waits for nobody
+    assert not leader.has_parted
+    leader._peers[0].expect_end()
+    theirs.close()
+
+
+def test_strangers_at_the_port_are_not_processes():
+    """Probes of a port that is open, and what is no JSON, or not ours."""
+    port = free_port("127.0.0.1")
+    with peers.listening("127.0.0.1", port) as listener, ThreadPoolExecutor(2) as threads:
+        accepted = threads.submit(peers.accept, listener, 2, 10)
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", b"\0\0\0\1[", b"\0\0\0\4[[]]"):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(data)
+        ours = threads.submit(peers.connect, "127.0.0.1", port, 1, 2, 10)
+        (connection,) = accepted.result(10)
+        connection.send_bytes(b"come")
+        assert peers.reply_of(ours.result(10)) == "come"
 
 
 @pytest.mark.slow

@@ -154,10 +154,10 @@ def _follow(args: argparse.Namespace, engine: dict[str, Any], nodes: dict[str, A
     """Be a host without the server."""
     from fastgen_jax import multihost
 
-    multihost.wait_for_leader()
     group = multihost.join(**nodes)
     assert isinstance(group, multihost.Follower)
-    group.follow(args.model, revision=args.revision, **engine)
+    multihost.wait_for_leader()
+    group.follow(args.model or DEFAULT_MODEL, revision=args.revision, **engine)
     return 0
 
 

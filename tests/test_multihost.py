@@ -27,7 +27,7 @@ from fastgen_jax.engine import Engine
 from fastgen_jax.orders import Order
 from fastgen_jax.runner import ModelRunner
 from fastgen_jax.serving.supervisor import free_port
-from fastgen_jax.types import SamplingParams
+from fastgen_jax.types import DEFAULT_MODEL, SamplingParams
 
 TWO = ["--nnodes", "2"]
 NODE = Path(__file__).parent / "node.py"
@@ -333,6 +333,23 @@ def test_a_server_ends_when_another_node_has_died(served):
     served.processes[1].kill()
     assert served.processes[0].wait(ENDS_WITHIN_S) == 1
     assert "process 1 is gone: this process cannot go on without it" in served.said(0)
+
+
+def test_a_node_has_the_model_of_the_first_and_waits_for_it_once_they_have_met(monkeypatch):
+    """SIGTERM ends a process that still looks for the others."""
+    done = []
+
+    class Group(multihost.Follower):
+        def __init__(self) -> None:
+            done.append("join")
+
+        def follow(self, name: str, **_: Any) -> None:
+            done.append(name)
+
+    monkeypatch.setattr(multihost, "join", lambda **_: Group())
+    monkeypatch.setattr(multihost, "wait_for_leader", lambda: done.append("wait"))
+    assert cli.main(["serve", *TWO, "--node-rank", "1", "--coordinator", "h:1"]) == 0
+    assert done == ["join", "wait", DEFAULT_MODEL]
 
 
 @pytest.mark.parametrize(

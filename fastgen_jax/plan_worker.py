@@ -19,7 +19,7 @@ from fastgen_jax.models import family
 from fastgen_jax.plan import MAX_TP, Request, size_text
 from fastgen_jax.programs import Key, Programs
 from fastgen_jax.sharding import check_heads
-from fastgen_jax.sizing import Sizing, compile_all, num_bytes
+from fastgen_jax.sizing import Sizing, compile_all
 from fastgen_jax.types import EngineConfig
 
 CONTEXT = 1024
@@ -170,7 +170,7 @@ class _Planner:
         return {
             "buckets": [{"tokens": key[1], **describe(key, s.model_config.num_layers)} for key in keys],
             "head": {"rows": head[1], **describe(head, 1)},
-            "reused_bytes": num_bytes(programs.reused_shapes()),
+            "reused_bytes": programs.reused_bytes(),
         }
 
     def does_not_fit(self, needs: str, short: int, step: int = 0, shorter: int | None = None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ output, and the head not for every bucket of tokens. Beside the plain head there
 log-probabilities too, one that returns the logits, and one for the log-probabilities of a prompt.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -190,9 +191,14 @@ class Programs:
         self.buckets = _up_to(self.buckets, max_num_batched_tokens)
         self.row_buckets = _up_to(self.row_buckets, min(max_num_batched_tokens, self.layout.max_num_seqs))
 
-    def reused_shapes(self) -> Any:
-        """What a backbone takes and gives back in place: the KV pool and the token pool."""
-        return self._shapes["kv_pool"], self._shapes["state"].token_pool
+    def reused_bytes(self) -> int:
+        """On one device, what a backbone takes and gives back in place: its part of the KV pool, and the token pool."""
+
+        def one(x: jax.ShapeDtypeStruct) -> int:
+            shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+            return math.prod(shape) * x.dtype.itemsize
+
+        return sum(map(one, jax.tree.leaves((self._shapes["kv_pool"], self._shapes["state"].token_pool))))
 
     def keys(self) -> Iterator[Key]:
         """Every program there is, the backbones first."""

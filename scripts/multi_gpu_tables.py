@@ -54,7 +54,7 @@ def compiled(case: Case) -> tuple[Any, ...]:
     from fastgen_jax.checkpoint.config_only import read_config
     from fastgen_jax.compiler_output import exchanged, link_seconds
     from fastgen_jax.deviceless import compile_only_devices
-    from fastgen_jax.sizing import Sizing, num_bytes
+    from fastgen_jax.sizing import Sizing
     from fastgen_jax.types import EngineConfig
 
     gpu = GPUS[case.gpu]
@@ -74,8 +74,6 @@ def compiled(case: Case) -> tuple[Any, ...]:
     programs = sizing.programs(num_blocks, sizing.max_model_len(num_blocks))
     with jax.default_device(devices[0]):
         step, head = programs.get("backbone", TOKENS), programs.get("sample_logprobs", ROWS)
-    kv_pool, token_pool = programs.reused_shapes()
-    reused = num_bytes(kv_pool) // case.tp + num_bytes(token_pool)
     memory, sent, ends = step.memory_analysis(), exchanged(step.as_text()), exchanged(head.as_text())
     num_layers = sizing.model_config.num_layers
     sums, sum_bytes = sent.pop("all-reduce")
@@ -84,7 +82,7 @@ def compiled(case: Case) -> tuple[Any, ...]:
         f"{sizing.weights_bytes / 1e9:.2f}",
         f"{(num_blocks * sizing.block_bytes) / 1e9:.2f}",
         f"{memory.temp_size_in_bytes / 1e6:.0f}",
-        "yes" if memory.alias_size_in_bytes == reused else "no",
+        "yes" if memory.alias_size_in_bytes == programs.reused_bytes() else "no",
         f"2 x {num_layers} + {sums - 2 * num_layers}",
         ", ".join(sent) or "none",
         f"{sum_bytes / 1e6:.0f}",

@@ -17,7 +17,7 @@ from fastgen_jax.checkpoint import ALIASES
 from fastgen_jax.checkpoint.config_only import read_config
 from fastgen_jax.compiler_output import Kernel, count_launches, parse_ptxas, shared_memory
 from fastgen_jax.gpus import GPUS
-from fastgen_jax.plan import Request, size_text
+from fastgen_jax.plan import Request, plan, size_text
 from fastgen_jax.sizing import Sizing, num_elements
 from fastgen_jax.types import EngineConfig
 
@@ -505,6 +505,20 @@ KEYS = {
     "step_bytes",
     "fits",
 }
+
+
+@needs_plugin
+def test_the_command_tells_what_two_devices_reuse_and_exchange(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    found = plan(str(config), "h200", tp=2, max_num_batched_tokens=16, max_num_seqs=4, show_progress=False)
+    (bucket,) = found["buckets"]
+    assert bucket["aliased_bytes"] == found["reused_bytes"] == found["pool_bytes"] + 4 * 4 * 256
+    assert bucket["exchanged"] == {"all-reduce": {"count": 5, "bytes": 5 * 16 * 256 * 2}}
+    assert bucket["link_s"] == pytest.approx(5 * 16 * 256 * 2 / 450e9)  # twice (2 - 1) / 2 of it
+    text = "\n".join(cli_plan.describe(found))
+    assert "GB copied" not in text and "MB copied" not in text
+    assert "Between the 2 devices, at 450 GB/s in one direction:" in text
 
 
 @needs_plugin

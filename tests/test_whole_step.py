@@ -15,7 +15,7 @@ from fastgen_jax import deviceless
 from fastgen_jax.checkpoint.config_only import read_config
 from fastgen_jax.compiler_output import count_launches, exchanged
 from fastgen_jax.gpus import GPUS
-from fastgen_jax.sizing import Sizing, leaves, num_bytes
+from fastgen_jax.sizing import Sizing, leaves
 from fastgen_jax.types import EngineConfig
 
 pytestmark = pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
@@ -78,6 +78,11 @@ def results(hlo: str, dtype: str = r"\w+") -> list[tuple[tuple[int, ...], str]]:
     return found
 
 
+def reused_bytes(sizing: Sizing) -> int:
+    """By hand, what a step reuses on one device: its part of the pool, and the token pool."""
+    return NUM_BLOCKS * sizing.block_bytes + 4 * sizing.max_num_seqs * sizing.wanted_len
+
+
 def entry(hlo: str) -> str:
     """The computation that runs; the others are the insides of its kernels and loops."""
     return hlo[hlo.index("\nENTRY ") :]
@@ -99,7 +104,7 @@ def test_a_step_copies_neither_pool_nor_weights_and_makes_no_logits(model, gpu, 
     sizing, steps, step = compiled(model, gpu, num_layers, "backbone", tokens)
     c, memory, hlo = sizing.model_config, step.memory_analysis(), step.as_text()
 
-    assert memory.alias_size_in_bytes == num_bytes(steps.reused_shapes())
+    assert memory.alias_size_in_bytes == steps.reused_bytes() == reused_bytes(sizing)
 
     # 8 MiB, and one array of the widest activation in float32.
     widest = max(2 * c.intermediate_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim)
@@ -130,19 +135,13 @@ def test_logits_exist_for_the_sampled_rows_only(model):
     assert head.memory_analysis().temp_size_in_bytes < (16 << 20) + 8 * 4 * SAMPLED_ROWS * vocab_size
 
 
-def bytes_of_one(sizing: Sizing, steps) -> int:
-    """What a shared step reuses on one device: its part of the pool, and the token pool."""
-    kv_pool, token_pool = steps.reused_shapes()
-    return num_bytes(kv_pool) // sizing.tp + num_bytes(token_pool)
-
-
 @pytest.mark.parametrize(("model", "gpu", "tp", "tokens"), SHARED_STEPS)
 def test_a_shared_step_adds_up_twice_a_layer_and_copies_nothing(model, gpu, tp, tokens):
     sizing, steps, step = compiled(model, gpu, LAYERS, "backbone", tokens, tp)
     c, memory, hlo = sizing.model_config, step.memory_analysis(), step.as_text()
     sums = 2 * LAYERS + 1
     assert exchanged(hlo) == {"all-reduce": (sums, sums * tokens * c.hidden_size * 2)}
-    assert memory.alias_size_in_bytes == bytes_of_one(sizing, steps)
+    assert memory.alias_size_in_bytes == steps.reused_bytes() == reused_bytes(sizing)
     widest = max(2 * c.intermediate_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim) // tp
     # Of a matmul with few columns XLA cuts the sum in four, on an A100.
     assert memory.temp_size_in_bytes <= (8 << 20) + 4 * tokens * max(widest, 4 * c.hidden_size)

@@ -19,6 +19,19 @@ from fastgen_jax.sharding import WHOLE, Shards
 TOLERANCE = 2e-4
 """Largest difference between logits, as a share of the largest logit."""
 
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 97,  # by no number of devices to be divided
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,  # fewer than the devices, of four and eight
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+"""The config.json that the families' variants begin with."""
+
 SIZES = {
     "block_size": 8,
     "num_blocks": 48,

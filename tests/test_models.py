@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 import jax
 import numpy as np
 import pytest
-from hf import TOLERANCE, Pair, assert_close, make_pair
+from hf import LLAMA, TOLERANCE, Pair, assert_close, make_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,17 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:
 
 NUM_SEQUENCES, LENGTH, BUDGET = 4, 64, 16
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": LENGTH,
-    "rms_norm_eps": 1e-5,
-}
 MISTRAL = LLAMA | {"model_type": "mistral"}
 QWEN2 = LLAMA | {"model_type": "qwen2"}
 QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16}

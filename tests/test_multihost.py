@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hf import save_random_model
+from hf import LLAMA, save_random_model
 from scripted import TOKENIZER
 
 from fastgen_jax import cli, multihost, peers
@@ -31,16 +31,6 @@ from fastgen_jax.types import DEFAULT_MODEL, SamplingParams
 
 TWO = ["--nnodes", "2"]
 NODE = Path(__file__).parent / "node.py"
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 ENGINE = {"tensor_parallel": 2, "block_size": 8, "num_blocks": 14, "max_num_batched_tokens": 16, "max_num_seqs": 4}
 ENDS_WITHIN_S = 30
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hf import SIZES, assert_close, load_engine, save_random_model
+from hf import LLAMA, SIZES, assert_close, load_engine, save_random_model
 from safetensors.numpy import load_file, save_file
 from test_models import VARIANTS
 
@@ -21,16 +21,6 @@ from fastgen_jax.sharding import ShardingRules, Shards, check_heads, piece
 from fastgen_jax.types import EngineConfig, SamplingParams
 
 LENGTH = 64
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 97,  # by no number of devices to be divided
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,  # fewer than the devices, of four and eight
-    "max_position_embeddings": LENGTH,
-}
 FAMILIES = {
     "llama": LLAMA,
     "llama, MQA, tied": LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True},

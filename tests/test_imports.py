@@ -36,7 +36,8 @@ RULES = {
     "orders": {"numpy"},
     "peers": set(),
     "models": {"jax", "numpy", "flax"}
-    | {f"fastgen_jax.{name}" for name in ("kernels", "kv_pool", "batch", "sharding")},
+    | {f"fastgen_jax.{name}" for name in ("kernels", "kv_pool", "batch", "sharding", "quantization")},
+    "quantization": {"jax", "numpy"},
     "sampling": {"jax", "numpy", "fastgen_jax.types", "fastgen_jax.sampling_state"},
     "sampling_state": {"jax", "numpy", "fastgen_jax.types"},
 }

@@ -489,7 +489,7 @@ def test_serve_waits_so_long_and_no_longer(model):
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"tp": 2}, "tp=2: tensor parallelism is not supported yet"),
+        ({"tp": 0}, "tensor_parallel=0"),
         ({"policy": "best"}, "policy='best' is not known"),
         ({"block_sice": 16}, "has no field 'block_sice'"),
         ({"replicas": -1}, "replicas=-1"),

@@ -17,6 +17,7 @@ from fastgen_jax.kernels import Backend
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.norms import norm_heads
 from fastgen_jax.models.rope import rotate
+from fastgen_jax.quantization import QuantizedMatrix, quantized_matmul
 from fastgen_jax.sharding import WHOLE, Shards
 
 Params = dict[str, Any]
@@ -53,8 +54,10 @@ def softcap(x: Array, cap: float | None) -> Array:
 _FEW_ROWS = 32  # beyond them `x_first` is faster in float32: docs/performance.md, "What was tried"
 
 
-def matmul(x: Array, weight: Array, *, out_dtype: Any = None) -> Array:
+def matmul(x: Array, weight: Array | QuantizedMatrix, *, out_dtype: Any = None) -> Array:
     """x [T, E] times weight [F, E], -> [T, F]. A float32 model multiplies in true float32, not in a GPU's TF32."""
+    if isinstance(weight, QuantizedMatrix):
+        return quantized_matmul(x, weight, out_dtype=out_dtype)
     dot = partial(
         jnp.einsum,
         precision=jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
@@ -74,7 +77,7 @@ def matmul(x: Array, weight: Array, *, out_dtype: Any = None) -> Array:
 
 
 class Linear(nn.Module):
-    """x [T, E] -> [T, features]. The weight lies [out, in], as in the checkpoint.
+    """x [T, E] -> [T, features]. The weight lies [out, in], as in the checkpoint, and may be a `QuantizedMatrix`.
 
     axes: the logical axes of out and in. features: of this shard, as x is. Where `axes` has the inputs cut, every
     shard gets the sum over all, unless it `adds_up` elsewhere.
@@ -89,7 +92,9 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        weight = self.param("weight", nn.with_partitioning(normal, self.axes), (self.features, x.shape[-1]))
+        weight = self.get_variable("params", "weight")
+        if not isinstance(weight, QuantizedMatrix):  # whose arrays have shapes of their own
+            weight = self.param("weight", nn.with_partitioning(normal, self.axes), (self.features, x.shape[-1]))
         y = matmul(x, weight, out_dtype=self.out_dtype)
         if self.adds_up:
             y = self.shards.sum(y, self.axes[1])

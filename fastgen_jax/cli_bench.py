@@ -70,6 +70,7 @@ def _add_target_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", metavar="MODEL", help=text)
     text = "with --url and --tokenizer: send prompts as text, for servers that take no token ids"
     group.add_argument("--as-text", action="store_true", help=text)
+    group.add_argument("--api-key", metavar="KEY", help="with --url: if the server wants one")
     group.add_argument("--name", metavar="NAME", help="with --url: what tables and plots call it (default: the model)")
 
 
@@ -186,8 +187,8 @@ def _runs(args: argparse.Namespace, text: str, points_of: session.PointsOf) -> I
     show_progress = False if args.quiet else None
     points_of(random_corpus())  # finds mistakes before anything is loaded
     if args.url is None:
-        if args.tokenizer is not None or args.as_text or args.name is not None:
-            raise ValueError("--tokenizer, --as-text and --name are for a server; name it with --url")
+        if args.as_text or any(flag is not None for flag in (args.tokenizer, args.api_key, args.name)):
+            raise ValueError("--tokenizer, --as-text, --api-key and --name are for a server; name it with --url")
         config = given(args, EngineConfig)
         policies = config.pop("policy", EngineConfig().policy).split(",")
         model = args.model or DEFAULT_MODEL
@@ -197,7 +198,8 @@ def _runs(args: argparse.Namespace, text: str, points_of: session.PointsOf) -> I
     if args.as_text and args.tokenizer is None:
         raise ValueError("--as-text needs the model's tokenizer; name it with --tokenizer")
     tokenizer = None if args.tokenizer is None else session.tokenizer_of(args.tokenizer, args.revision)
-    return session.server_runs(args.url, args.model, args.name, tokenizer, args.as_text, text, points_of, show_progress)
+    about = args.url, args.model, args.name, tokenizer, args.as_text
+    return session.server_runs(*about, text, points_of, show_progress, args.api_key)
 
 
 def _read(name: str) -> str:

@@ -122,7 +122,7 @@ REFUSED = [
     (["--long-prompt", "0"], "a long prompt of 0 tokens is too short; it must be at least 1"),
     (["--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: No such file or directory"),
     (["--prompts-file", "/dev/null"], "--prompts-file /dev/null is empty; it must have text to cut prompts from"),
-    (["--as-text"], "--tokenizer, --as-text and --name are for a server; name it with --url"),
+    (["--as-text"], "--tokenizer, --as-text, --api-key and --name are for a server; name it with --url"),
     (["--url", "x", "--as-text"], "--as-text needs the model's tokenizer; name it with --tokenizer"),
     (["--url", "x", "--dtype", "float32"], "dtype: these are settings of an engine, and --url names a server"),
     (["--from-json", "/no/such/file"], "--from-json /no/such/file: No such file or directory"),

@@ -33,9 +33,11 @@ class Handler(BaseHTTPRequestHandler):
     """Answers with `server.answer`, pieces of an event stream or a status and a body, and notes what it was asked."""
 
     def do_GET(self):
+        self.server.keys.append(self.headers["Authorization"])
         self._send(200, json.dumps({"data": [{"id": "the-model"}]}).encode())
 
     def do_POST(self):
+        self.server.keys.append(self.headers["Authorization"])
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         if len(self.server.asked) > self.server.lifetime:
             self.server.die()
@@ -66,7 +68,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, answer, lifetime):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.answer, self.lifetime, self.asked = answer, lifetime, []
+        self.answer, self.lifetime, self.asked, self.keys = answer, lifetime, [], []
 
     @property
     def url(self):
@@ -113,6 +115,17 @@ def test_a_streamed_answer():
 def test_prompts_as_text_and_a_named_model():
     _, asked = measured(ANSWER, model="other", decode=lambda ids: "-".join(map(str, ids)))
     assert (asked[0]["model"], asked[0]["prompt"]) == ("other", "7-8-9")
+
+
+@pytest.mark.parametrize(("api_key", "header"), [(None, None), ("of-mine", "Bearer of-mine")])
+def test_the_key_goes_with_every_request_and_into_no_result(api_key, header, tmp_path):
+    flags = [] if api_key is None else ["--api-key", api_key]
+    with serving() as server:
+        load = ["--clients", "1", "--requests", "2", "--quiet", "--json", str(tmp_path / "x.json")]
+        assert cli.main(["bench", "--url", server.url, *load, *flags]) == 0
+    assert len(server.keys) >= 3  # the list of models, and the requests
+    assert set(server.keys) == {header}
+    assert "of-mine" not in (tmp_path / "x.json").read_text()
 
 
 ANSWERS = [

@@ -28,14 +28,21 @@ class HttpTarget:
     be reached or fell silent, those that follow fail at once.
 
     url: up to and with /v1. model: its name there. decode: makes text of the prompts' token ids, for a server
-    that takes no ids.
+    that takes no ids. api_key: goes with every request, as "Authorization: Bearer KEY".
     """
 
-    def __init__(self, url: str, model: str | None = None, decode: Callable[[list[int]], str] | None = None):
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        api_key: str | None = None,
+    ):
         """ValueError if nobody answers at `url`; without a `model`, the first one that the server lists."""
         self._httpx = _import_httpx()
         self.url = url.rstrip("/")
         self._decode = decode
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._numbers = itertools.count()
         self._open = 0
         self._ended: queue.SimpleQueue[tuple[int, Record]] = queue.SimpleQueue()
@@ -44,7 +51,7 @@ class HttpTarget:
         self.model = model if model is not None else self._first_model()
         timeout = self._httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = self._httpx.AsyncClient(timeout=timeout, limits=limits)
+        self._client = self._httpx.AsyncClient(headers=self._headers, timeout=timeout, limits=limits)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="HttpTarget", daemon=True)
         self._thread.start()
@@ -125,7 +132,7 @@ class HttpTarget:
 
     def _first_model(self) -> str:
         try:
-            response = self._httpx.get(f"{self.url}/models", timeout=CONNECT_TIMEOUT_S)
+            response = self._httpx.get(f"{self.url}/models", headers=self._headers, timeout=CONNECT_TIMEOUT_S)
             return response.raise_for_status().json()["data"][0]["id"]
         except (self._httpx.HTTPError, self._httpx.InvalidURL) as error:
             raise ValueError(f"{self.url} does not answer: {error}") from error

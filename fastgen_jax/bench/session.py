@@ -87,6 +87,7 @@ def server_runs(
     text: str,
     points_of: PointsOf,
     show_progress: bool | None,
+    api_key: str | None = None,
 ) -> Iterator[Run]:
     """The runs of a server, called `name`, until it is gone.
 
@@ -96,7 +97,7 @@ def server_runs(
     from fastgen_jax.bench.http_target import HttpTarget
 
     points = points_of(random_corpus() if tokenizer is None else encode(tokenizer, text))
-    with HttpTarget(url, model, tokenizer.decode if as_text else None) as target:
+    with HttpTarget(url, model, tokenizer.decode if as_text else None, api_key) as target:
         system = name or target.model
         config = {"url": url, "model": target.model, "as_text": as_text}
         for point in points:

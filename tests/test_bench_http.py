@@ -117,12 +117,16 @@ def test_prompts_as_text_and_a_named_model():
     assert (asked[0]["model"], asked[0]["prompt"]) == ("other", "7-8-9")
 
 
-@pytest.mark.parametrize(("api_key", "header"), [(None, None), ("of-mine", "Bearer of-mine")])
-def test_the_key_goes_with_every_request_and_into_no_result(api_key, header, tmp_path):
-    flags = [] if api_key is None else ["--api-key", api_key]
+@pytest.mark.parametrize(
+    ("flags", "header"),
+    [([], None), (["--api-key", "of-mine"], "Bearer of-mine"), (["--api-key=of-mine"], "Bearer of-mine")],
+)
+def test_the_key_goes_with_every_request_and_into_no_result(flags, header, tmp_path, monkeypatch):
     with serving() as server:
         load = ["--clients", "1", "--requests", "2", "--quiet", "--json", str(tmp_path / "x.json")]
-        assert cli.main(["bench", "--url", server.url, *load, *flags]) == 0
+        args = ["bench", "--url", server.url, *load, *flags]
+        monkeypatch.setattr("sys.argv", ["/bin/fastgen", *args])
+        assert cli.main(args) == 0
     assert len(server.keys) >= 3  # the list of models, and the requests
     assert set(server.keys) == {header}
     assert "of-mine" not in (tmp_path / "x.json").read_text()

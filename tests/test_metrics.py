@@ -161,13 +161,14 @@ def test_rejections_and_retries():
 
 def test_retry_after_is_how_long_those_in_front_would_take(clock):
     counted = Metrics()
-    assert counted.seconds_until_begun(50) == 1.0  # nothing has begun yet
+    assert counted.seconds_until_begun("m", 50) == 1.0  # nothing has begun yet
     for _ in range(5):
-        counted.began(clock.now)
+        counted.began("m", clock.now)
         clock.now += 0.5
-    assert counted.seconds_until_begun(20) == 10.0
-    assert counted.seconds_until_begun(0) == 1.0
-    assert counted.seconds_until_begun(10**6) == 60.0
+    assert counted.seconds_until_begun("m", 20) == 10.0
+    assert counted.seconds_until_begun("m", 0) == 1.0
+    assert counted.seconds_until_begun("m", 10**6) == 60.0
+    assert counted.seconds_until_begun("another", 20) == 1.0
 
 
 def test_replicas():

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 
 import grpc
@@ -28,7 +28,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._starts: deque[float] = deque(maxlen=_REMEMBERED_STARTS)
+        self._starts: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED_STARTS))
         self.ttft = self._histogram("time_to_first_token_seconds", "from a request to its first token", TTFT_BUCKETS)
         self.gap = self._histogram("inter_token_latency_seconds", "between two tokens of a sample", GAP_BUCKETS)
         self.latency = self._histogram("e2e_request_latency_seconds", "from a request to its end", LATENCY_BUCKETS)
@@ -67,16 +67,16 @@ class Metrics:
     def retried(self, model: str) -> None:
         self.retries.labels(model).inc()
 
-    def began(self, moment: float) -> None:
+    def began(self, model: str, moment: float) -> None:
         """A request got its first token."""
-        self._starts.append(moment)
+        self._starts[model].append(moment)
 
-    def seconds_until_begun(self, num_waiting: int) -> float:
+    def seconds_until_begun(self, model: str, num_waiting: int) -> float:
         """About how long a request that came after so many others would wait for its first token."""
         low, high = _RETRY_RANGE_S
-        if len(self._starts) < 2:
+        if len(starts := self._starts[model]) < 2:
             return low
-        seconds_each = (time.monotonic() - self._starts[0]) / len(self._starts)
+        seconds_each = (time.monotonic() - starts[0]) / len(starts)
         return round(min(max(num_waiting * seconds_each, low), high), 1)
 
 
@@ -107,7 +107,7 @@ class Observed:
         now = time.monotonic()
         if self._first is None:
             self._first = now
-            self._metrics.began(now)
+            self._metrics.began(self._model, now)
             self._metrics.ttft.labels(self._model).observe(now - self._start)
         last = self._last.get(delta.index)
         self._last[delta.index] = now

@@ -244,7 +244,7 @@ class Router:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{waiting} requests wait for {model} already, and no more may (--max-queue)",
                 code="queue_full",
-                retry_after=self.metrics.seconds_until_begun(waiting),
+                retry_after=self.metrics.seconds_until_begun(model, waiting),
             )
 
     async def abort(self, request_id: str) -> bool:

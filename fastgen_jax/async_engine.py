@@ -56,6 +56,7 @@ class AsyncEngine:
         self._lock = threading.Lock()  # of _stopped: no command enters the queue once it is set
         self._closing = self._stopped = False
         self._error: BaseException | None = None
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="fastgen-engine", daemon=True)
         self._thread.start()
 
@@ -63,6 +64,11 @@ class AsyncEngine:
     def is_stopped(self) -> bool:
         """Whether it has ended, by `close` or by an exception; every call is then a RuntimeError."""
         return self._stopped
+
+    @property
+    def step_seconds(self) -> float:
+        """For how long the step that runs now has been running; 0 between steps."""
+        return 0.0 if (began := self._step_began) is None else time.perf_counter() - began
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
@@ -210,10 +216,11 @@ class AsyncEngine:
             self._on_failure(self._error)
 
     def _step(self) -> None:
-        start = time.perf_counter()
+        self._step_began = start = time.perf_counter()
         for response in self._engine.step():
             if response.request_id in self._watchers:
                 self._outbox.append((self._watchers[response.request_id], response))
+        self._step_began = None
         self._deliver()
         if self._on_step is not None:
             self._on_step(time.perf_counter() - start)

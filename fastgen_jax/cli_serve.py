@@ -93,6 +93,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-queue", metavar="N", type=int, default=256, help=text)
     text = "seconds that a request may take (default 600)"
     group.add_argument("--request-timeout", metavar="S", type=float, default=600.0, help=text)
+    text = "seconds after which a step counts as hung: the replica ends, and another starts (default 300)"
+    group.add_argument("--step-timeout", metavar="S", type=float, default=300.0, help=text)
     text = "of a request's body; a longer one gets 413 (default 4 MiB)"
     group.add_argument("--max-request-bytes", metavar="N", type=int, default=4 << 20, help=text)
     text = "debug, info, warning or error (default info: a line for each request, without its text)"
@@ -179,6 +181,7 @@ def _run_replica(args: argparse.Namespace, engine: dict[str, Any], nodes: dict[s
         port=args.grpc_port,
         replica_class="".join(args.classes),
         api_keys=tuple(args.api_keys),
+        step_timeout=args.step_timeout,
         log_level=args.log_level,
     )
     status = replica_process.run(settings)
@@ -213,6 +216,7 @@ def _settings(args: argparse.Namespace, engine: dict[str, Any], nodes: dict[str,
         cors_origins=tuple(args.cors_origins),
         max_queue=args.max_queue,
         request_timeout=args.request_timeout,
+        step_timeout=args.step_timeout,
         max_request_bytes=args.max_request_bytes,
         log_level=args.log_level,
         log_prompts=args.log_prompts,

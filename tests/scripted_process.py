@@ -1,7 +1,8 @@
 """`fastgen` with engines that speak a script: `python scripted_process.py serve ANY --replicas 2 ...`.
 
 Every prompt is answered "x" without end, a token every 10 ms; those of a prompt that begins with "slow" take 200 ms,
-and one that begins with "break" breaks the engine. The model "cannot-load" cannot be loaded.
+one that begins with "break" breaks the engine, and one that begins with "hang" hangs it. The model "cannot-load"
+cannot be loaded.
 """
 
 import sys
@@ -25,6 +26,8 @@ def load(settings: ReplicaSettings) -> Any:
             prompts[seq.seq_id] = TOKENIZER.decode(seq.prompt_token_ids)
         if prompts[seq.seq_id].startswith("break"):
             raise OSError("the device is gone")
+        if prompts[seq.seq_id].startswith("hang"):
+            time.sleep(3600)
         time.sleep(0.19 if prompts[seq.seq_id].startswith("slow") else 0)
         return tokens("x")[0]
 

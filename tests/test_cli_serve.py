@@ -76,6 +76,7 @@ FLAGS = {
     "cors_origins": (["--cors-origin", "*"], {"cors_origins": ("*",)}),
     "max_queue": (["--max-queue", "9"], {"max_queue": 9}),
     "request_timeout": (["--request-timeout", "1.5"], {"request_timeout": 1.5}),
+    "step_timeout": (["--step-timeout", "9"], {"step_timeout": 9.0}),
     "max_request_bytes": (["--max-request-bytes", "99"], {"max_request_bytes": 99}),
     "log_level": (["--log-level", "debug"], {"log_level": "debug"}),
     "log_prompts": (["--log-prompts"], {"log_prompts": True}),

@@ -249,13 +249,16 @@ def test_a_replica_is_killed_under_32_streams(pair, round_):
     assert 16 <= sum(finished) < 32, "those of the other replica, and those that had not begun"
 
 
-def test_an_engine_that_breaks_ends_its_process_and_the_next_one_is_taken_back(tmp_path):
+@pytest.mark.parametrize(
+    ("prompt", "flags"), [("break it", []), ("hang it", ["--step-timeout", "1.5"])], ids=["breaks", "hangs"]
+)
+def test_an_engine_that_breaks_or_hangs_ends_its_process_and_the_next_one_is_taken_back(tmp_path, prompt, flags):
     async def main(server):
         async with Stub(server.grpc) as stub:
             (first,) = server.children()
             streaming = asyncio.create_task(stream(stub, request("x", max_tokens=200)))
             await asyncio.sleep(0.3)
-            error = await refused(stub.generate(request("break it"), timeout=50))
+            error = await refused(stub.generate(request(prompt), timeout=50))
             events, lost = await streaming
             await until(lambda: server.children() not in ([], [first]))
             end = time.monotonic() + READY_S
@@ -265,7 +268,7 @@ def test_an_engine_that_breaks_ends_its_process_and_the_next_one_is_taken_back(t
             text = (await stub.generate(request("x", max_tokens=3))).responses[0].text
             return error, events, lost, text
 
-    with serving(tmp_path, "scripted", "--name", "breaks") as server:
+    with serving(tmp_path, "scripted", "--name", "breaks", *flags) as server:
         error, events, lost, text = run(main(server))
         server.wait_for(r"ended \(1\); it is started again in 0.5 s", 10)
     assert error.code() == grpc.StatusCode.UNAVAILABLE

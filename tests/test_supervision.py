@@ -348,9 +348,11 @@ def test_settings_survive_the_way_to_another_process():
         api_keys=("a", "b"),
         cors_origins=("*",),
         request_timeout=1.5,
+        step_timeout=float("inf"),
     )
     assert ServerSettings.loads(settings.dumps()) == settings
     assert [replica.replica_class for replica in settings.replica_settings()] == ["interactive", "batch"]
+    assert {replica.step_timeout for replica in settings.replica_settings()} == {float("inf")}
     assert ReplicaSettings.from_json(SETTINGS.to_json()) == SETTINGS
 
 
@@ -366,6 +368,7 @@ def test_settings_survive_the_way_to_another_process():
         ({"max_queue": 0}, "max_queue=0 must be above 0"),
         ({"request_timeout": 0.0}, r"request_timeout=0\.0 must be above 0"),
         ({"request_timeout": float("nan")}, "request_timeout=nan must be above 0"),
+        ({"step_timeout": 0.0}, r"step_timeout=0\.0 must be above 0"),
         ({"max_request_bytes": -5}, "max_request_bytes=-5 must be above 0"),
         ({"remote": ("gpu1",)}, "replica 'gpu1' is no address; give host:port"),
         ({"remote": (":5",)}, "replica ':5' is no address"),

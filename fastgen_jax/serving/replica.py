@@ -170,6 +170,11 @@ class Replica:
         """Tokens of prompts that are not computed yet, and of outputs that are still expected."""
         return self._load.outstanding
 
+    @property
+    def step_seconds(self) -> float:
+        """For how long the engine has been at the step that it is at."""
+        return self._async_engine.step_seconds
+
     def _read(self, prompt: wire.Prompt, params: SamplingParams) -> tuple[list[int], str]:
         """A prompt's token ids, and what echo puts in front of the answer."""
         token_ids = self._engine.reader.encode(prompt)

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import json
 import logging
+import os
 import secrets
 import sys
 import threading
@@ -20,6 +21,14 @@ log = logging.getLogger("fastgen_jax.serving")
 FAILED, USAGE_ERROR, CANNOT_LOAD = 1, 2, 3
 """Exit statuses: the engine stopped; there is no such model, or it cannot be run as asked; loading it failed."""
 
+STEP_TIMEOUT_S = 300.0
+"""After a step of so many seconds, the device counts as hung."""
+
+
+def check_step_timeout(seconds: float) -> None:
+    if not seconds > 0:
+        raise ValueError(f"step_timeout={seconds} must be above 0; inf is no limit")
+
 
 @dataclass(frozen=True)
 class ReplicaSettings:
@@ -28,6 +37,7 @@ class ReplicaSettings:
     model: what `Engine.from_pretrained` loads. name: what clients call it, the same unless given.
     engine: fields of `EngineConfig`. log_level: of the JSON lines on stderr.
     nodes: what `multihost.join` takes, where the model is shared with processes on other hosts; empty if not.
+    step_timeout: seconds after which a step counts as hung, and the process ends.
     owned: end when standard input closes.
     """
 
@@ -40,10 +50,12 @@ class ReplicaSettings:
     port: int = 0
     replica_class: str = ""
     api_keys: tuple[str, ...] = ()
+    step_timeout: float = STEP_TIMEOUT_S
     log_level: str = "info"
     owned: bool = False
 
     def __post_init__(self) -> None:
+        check_step_timeout(self.step_timeout)
         check_keys(self.api_keys)
 
     def to_json(self) -> str:
@@ -102,6 +114,7 @@ async def _serve(settings: ReplicaSettings, load: Callable[[ReplicaSettings], An
             log.error("%s", error, exc_info=None if is_mistake else error)
             await server.stop()
             return USAGE_ERROR if is_mistake else CANNOT_LOAD
+        watch = asyncio.ensure_future(_watch_steps(replica, settings.step_timeout))
         await server.set_ready(True)
         log.info("ready: %s on %s", replica.model, server.address)
         await ending.wait()
@@ -110,8 +123,18 @@ async def _serve(settings: ReplicaSettings, load: Callable[[ReplicaSettings], An
         await replica.close()
         if settings.nodes:
             await asyncio.to_thread(loading.result().close)
+        watch.cancel()
     await server.stop()
     return ending.status
+
+
+async def _watch_steps(replica: Replica, longest: float) -> None:
+    """End the process, and with it every request, when a step takes longer: its device hangs, and would for ever."""
+    while True:
+        await asyncio.sleep(min(longest / 4, 1.0))
+        if replica.step_seconds > longest:
+            log.error("a step has taken more than %g s (--step-timeout): the device hangs", longest)
+            os._exit(FAILED)  # an orderly end would wait for the step
 
 
 async def _in_thread[T](function: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from fastgen_jax.serving import deployments
 from fastgen_jax.serving.app import MAX_REQUEST_BYTES, make_app
 from fastgen_jax.serving.metrics import Metrics
 from fastgen_jax.serving.process import Ending, start_logging
-from fastgen_jax.serving.replica_process import ReplicaSettings
+from fastgen_jax.serving.replica_process import STEP_TIMEOUT_S, ReplicaSettings, check_step_timeout
 from fastgen_jax.serving.router import MAX_QUEUE, REQUEST_TIMEOUT_S, Router
 from fastgen_jax.serving.service import Server, address_of, check_keys
 from fastgen_jax.serving.supervisor import LocalReplica, share_gpus
@@ -58,6 +58,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     max_queue: int = MAX_QUEUE
     request_timeout: float = REQUEST_TIMEOUT_S
+    step_timeout: float = STEP_TIMEOUT_S
     max_request_bytes: int = MAX_REQUEST_BYTES
     log_level: str = "info"
     log_prompts: bool = False
@@ -80,6 +81,7 @@ class ServerSettings:
         for name in ("max_queue", "request_timeout", "max_request_bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        check_step_timeout(self.step_timeout)
         for address in self.remote:
             host, _, port = address.rpartition(":")
             if not host or not port.isdigit():
@@ -100,6 +102,7 @@ class ServerSettings:
                 engine=self.engine,
                 nodes=self.nodes,
                 replica_class=replica_class,
+                step_timeout=self.step_timeout,
                 log_level=self.log_level,
             )
             for replica_class in classes

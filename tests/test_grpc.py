@@ -1,5 +1,6 @@
 """gRPC from outside: the stubs are what the proto says, and it alone is enough to write a client."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from scripted import assert_idle, scripted_engine, tokens
 from serving import TIMEOUT
 from threaded import serving
+
+from fastgen_jax.serving import fastgen_pb2 as pb
+from fastgen_jax.serving import fastgen_pb2_grpc, service
 
 ROOT = Path(__file__).parents[1]
 PROTO = "fastgen_jax/serving/fastgen.proto"
@@ -101,3 +105,33 @@ def test_reflection(channel):
     assert {SERVICE, "grpc.health.v1.Health"} <= names
     [described] = ask(file_containing_symbol=SERVICE).file_descriptor_response.file_descriptor_proto
     assert b"GenerateStream" in described
+
+
+class Endless:
+    """A backend that tells without end."""
+
+    def __init__(self):
+        self.closed = asyncio.Event()
+
+    async def generate(self, request, *, stream, timeout):
+        try:
+            while True:
+                yield pb.GenerateEvent(delta=pb.Delta(text="x" * 10_000))
+        finally:
+            self.closed.set()
+
+
+def test_a_client_that_does_not_read_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(service, "STALLED_S", 0.5)
+
+    async def main():
+        backend = Endless()
+        server = service.Server(backend, "127.0.0.1", 0)
+        await server.start()
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            call = fastgen_pb2_grpc.FastGenStub(channel).GenerateStream(pb.GenerateRequest())
+            await call.read()
+            await asyncio.wait_for(backend.closed.wait(), TIMEOUT)
+        await server.stop()
+
+    asyncio.run(main())

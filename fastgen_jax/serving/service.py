@@ -1,5 +1,6 @@
 """The gRPC service of `fastgen.proto` over a `Backend`: a replica's engine, or a router that looks the same."""
 
+import asyncio
 import hmac
 import logging
 import re
@@ -32,6 +33,9 @@ MAX_MESSAGE = 500
 
 FINISHING_S = 2.0
 """How long calls that are over have to say so when a server stops."""
+
+STALLED_S = 60.0
+"""How long a client may read nothing of what there is for it before its request is aborted."""
 
 LONGEST_S = 1e9
 """The most that gRPC can wait: longer ones overflow, and are over at once."""
@@ -82,12 +86,15 @@ class Service(fastgen_pb2_grpc.FastGenServicer):
         reply.responses.sort(key=lambda response: response.index)
         return reply
 
-    async def GenerateStream(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[pb.GenerateEvent]:
+    async def GenerateStream(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         async with _told(context), aclosing(self._generate(request, context, True)) as events:
             async for event in events:
-                yield event
+                try:
+                    async with asyncio.timeout(STALLED_S):
+                        await context.write(event)
+                except TimeoutError:
+                    message = f"the client has read nothing for {STALLED_S:g} s"
+                    raise Refusal(grpc.StatusCode.CANCELLED, message, code="client_stalled") from None
 
     def _generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, stream: bool

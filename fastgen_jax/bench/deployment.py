@@ -114,6 +114,8 @@ def _costs(hf_config: dict[str, Any], config: Any, gpu: Gpu, tp: int, dtype: str
 
 def _shortened(hf_config: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """The config of the model's first layers alone."""
+    if text := hf_config.get("text_config"):
+        return hf_config | {"text_config": _shortened(text, num_layers)}
     kinds = hf_config.get("layer_types")
     return hf_config | {"num_hidden_layers": num_layers} | ({"layer_types": kinds[:num_layers]} if kinds else {})
 

@@ -92,3 +92,12 @@ def text_config(hf: Mapping[str, Any], *families: str) -> dict[str, Any]:
         raise ValueError(f"text_config of this {fields.family} model has model_type={found!r}, not {valid}")
     fields.finish()
     return text | ({} if tied is None else {"tie_word_embeddings": tied})
+
+
+def first_layers(hf: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The config.json of a model's first layers alone: what it says layer by layer is cut, too."""
+    if text := hf.get("text_config"):
+        return {**hf, "text_config": first_layers(text, num_layers)}
+    name = next((name for name in ("n_layer", "num_layers") if name in hf), "num_hidden_layers")
+    by_layer = {key for key, value in hf.items() if isinstance(value, list) and len(value) == hf.get(name)}
+    return {key: value[:num_layers] if key in by_layer else value for key, value in hf.items()} | {name: num_layers}

@@ -297,7 +297,7 @@ def test_a_shared_tensor_of_another_size_is_refused_by_its_own_name():
     ],
 )
 def test_other_checkpoints_of_the_same_model_read_alike(variant, prefix, mask, names, tmp_path):
-    """Older ones, saved without the outermost module, as GPT-2's on the Hub, or with old names; and with the masks of attention."""
+    """Older ones, without the outermost module, as GPT-2's on the Hub, with old names or with masks; and newer ones."""
     save_random_model(VARIANTS[variant], tmp_path)
     _, expected = load_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Gemma 3 with images: its language model, which is a `gemma3_text`; prompts are text."""
+"""Gemma 3 of 4B to 27B: of a model that reads images too the language model, a `gemma3_text`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Granite 3.x with a mixture of experts."""
+"""Granite 3.x with experts: Granite with a mixture of experts in every layer, each layer's in one tensor."""
 
 from collections.abc import Mapping
 from dataclasses import replace

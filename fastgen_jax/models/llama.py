@@ -1,4 +1,4 @@
-"""Llama: LLaMA, Llama-2, Llama-3.x; and the decoder that most families are, each with settings of its own."""
+"""LLaMA, Llama-2 and Llama-3.x: the decoder that most families are, each with settings of its own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -68,9 +68,11 @@ def table() -> str:
 
 def with_table(text: str) -> str:
     """The README with the table as it should be."""
-    before, begin, rest = text.partition(BEGIN)
+    before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    return before + begin + table() + end + after
+    if not end:
+        raise ValueError(f"README.md lacks {BEGIN.strip()!r} and, behind it, {END.strip()!r}")
+    return before + BEGIN + table() + END + after
 
 
 def main() -> None:

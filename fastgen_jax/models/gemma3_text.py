@@ -1,4 +1,4 @@
-"""Gemma 3 of 270M and 1B: Gemma 2 with norms on heads, no caps, and five windowed layers, with a rope of theirs, to one."""
+"""Gemma 3 of 270M and 1B: Gemma 2 with head norms, no caps, and windows with a rope of theirs in five of six layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -135,6 +135,20 @@ def test_the_table_of_families_is_what_the_code_says():
     assert re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)[1:] == families()  # behind the head
 
 
+def test_the_guide_to_adding_a_family_quotes_the_code():
+    """Each block stands, as it is, in the file named last before it; that of a family is all of its file."""
+    text, code = (ROOT / "docs" / "adding-a-family.md").read_text(), ""
+    blocks = 0
+    for found in re.finditer(r"`([\w/]+/\w+\.py)`|^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        file, block = found.groups()
+        if file is not None:
+            code = (ROOT / file).read_text()
+        else:
+            assert block == code if block.startswith('"""') else block in code
+            blocks += 1
+    assert blocks == 7
+
+
 def test_extras_of_the_readme_exist():
     groups = re.findall(r"\.\[([\w,]+)\]", README)
     assert groups

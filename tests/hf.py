@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from fastgen_jax import checkpoint, kernels, models, pretrained
 from fastgen_jax.engine import Engine
@@ -83,12 +83,18 @@ def make_pair(hf_config: Mapping[str, Any], **engine_config: Any) -> Pair:
 def save_random_model(hf_config: Mapping[str, Any], folder: Path) -> PreTrainedModel:
     """Write a checkpoint to `folder`: random weights, and `hf_config` to the letter as its config.json."""
     (folder / "config.json").write_text(json.dumps(hf_config))
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(folder)
+    model = auto_class(hf_config).from_config(config, dtype=torch.float32).eval()
     randomise(model)
     model.save_pretrained(folder)
     (folder / "config.transformers.json").write_text((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(hf_config))
     return model
+
+
+def auto_class(hf_config: Mapping[str, Any]) -> Any:
+    """What makes Hugging Face's model of a config.json, one that reads images too or only text."""
+    return AutoModelForImageTextToText if "text_config" in hf_config else AutoModelForCausalLM
 
 
 def randomise(model: PreTrainedModel) -> None:

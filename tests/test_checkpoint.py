@@ -170,8 +170,8 @@ def test_offline_a_cached_snapshot_is_used_and_an_absent_one_named(tmp_path):
     [
         ("lama2-7b", r"did you mean 'llama2-7b'\? the aliases are smollm2-135m, llama2-7b,"),
         (
-            "gpt5",
-            r"'gpt5' is no folder, .gguf file, alias or Hub id of the form organisation/name; the aliases",
+            "bloomz",
+            r"'bloomz' is no folder, .gguf file, alias or Hub id of the form organisation/name; the aliases",
         ),
         ("./nowhere", r"'./nowhere' does not exist"),
         ("models/nowhere.gguf", r"'models/nowhere.gguf' does not exist"),

@@ -1,5 +1,6 @@
 """Families that are Llama or OPT with other settings: real configs, what is refused, and checkpoints laid out anew."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -7,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 import torch
-from hf import assert_close, load_model, make_pair, save_random_model
+from hf import assert_close, auto_class, load_model, make_pair, save_random_model
 from safetensors.numpy import load_file, save_file
-from test_models import LONGROPE, PHI3, TOKENS, VARIANTS
-from transformers import AutoConfig, AutoModelForCausalLM
+from test_models import EXAONE45_VISION, LONGROPE, PHI3, TOKENS, VARIANTS
+from transformers import AutoConfig
 
 from fastgen_jax import kernels, models
+from fastgen_jax.checkpoint.config_only import read_config
 from fastgen_jax.checkpoint.laid_out import LaidOut
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 from fastgen_jax.models.layout import Layout, in_turn
@@ -23,282 +25,67 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:
 
 LOGPROBS = SamplingParams(max_tokens=8, logprobs=1, prompt_logprobs=1, ignore_eos=True)
 
-REAL = {
-    "olmo2": {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 4096,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 32,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 500000,
-        "tie_word_embeddings": False,
-        "vocab_size": 100352,
-    },
-    "granite": {
-        "attention_bias": False,
-        "attention_dropout": 0.1,
-        "attention_multiplier": 0.015625,
-        "embedding_multiplier": 12.0,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "logits_scaling": 8.0,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 8,
-        "residual_multiplier": 0.22,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "rope_theta": 10000000.0,
-        "tie_word_embeddings": True,
-        "vocab_size": 49155,
-    },
-    "stablelm": {
-        "hidden_act": "silu",
-        "hidden_dropout": 0.0,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "layer_norm_eps": 1e-05,
-        "max_position_embeddings": 4096,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 8,
-        "partial_rotary_factor": 0.25,
-        "qk_layernorm": True,
-        "rope_theta": 10000,
-        "tie_word_embeddings": False,
-        "use_parallel_residual": True,
-        "use_qkv_bias": False,
-        "vocab_size": 100352,
-    },
-    "starcoder2": {
-        "attention_dropout": 0.1,
-        "embedding_dropout": 0.1,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": 3072,
-        "intermediate_size": 12288,
-        "max_position_embeddings": 16384,
-        "mlp_type": "default",
-        "norm_epsilon": 1e-05,
-        "norm_type": "layer_norm",
-        "num_attention_heads": 24,
-        "num_hidden_layers": 30,
-        "num_key_value_heads": 2,
-        "residual_dropout": 0.1,
-        "rope_theta": 999999.4420358813,
-        "sliding_window": 4096,
-        "use_bias": True,
-        "vocab_size": 49152,
-    },
-    "smollm3": {
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 65536,
-        "max_window_layers": 28,
-        "mlp_bias": False,
-        "no_rope_layer_interval": 4,
-        "no_rope_layers": [1, 1, 1, 0] * 9,
-        "layer_types": ["full_attention"] * 36,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 4,
-        "pretraining_tp": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 5000000.0,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "vocab_size": 128256,
-    },
-    "phi3": {
-        "attention_bias": False,
-        "embd_pdrop": 0.0,
-        "hidden_act": "silu",
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 32,
-        "original_max_position_embeddings": 4096,
-        "resid_pdrop": 0.0,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
-        "rope_theta": 10000.0,
-        "sliding_window": 262144,
-        "tie_word_embeddings": False,
-        "vocab_size": 32064,
-    },
-    "gemma2": {
-        "attention_bias": False,
-        "attn_logit_softcapping": 50.0,
-        "cache_implementation": "hybrid",
-        "final_logit_softcapping": 30.0,
-        "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 3584,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 8192,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 42,
-        "num_key_value_heads": 8,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "sliding_window_size": 4096,
-        "vocab_size": 256000,
-    },
-    "gpt_neox": {
-        "hidden_act": "gelu",
-        "hidden_size": 4096,
-        "intermediate_size": 16384,
-        "layer_norm_eps": 1e-05,
-        "max_position_embeddings": 2048,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "rotary_emb_base": 10000,
-        "rotary_pct": 0.25,
-        "tie_word_embeddings": False,
-        "use_parallel_residual": True,
-        "vocab_size": 50432,
-    },
-    "phi": {
-        "embd_pdrop": 0.0,
-        "hidden_act": "gelu_new",
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "layer_norm_eps": 1e-05,
-        "max_position_embeddings": 2048,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 32,
-        "partial_rotary_factor": 0.4,
-        "qk_layernorm": False,
-        "resid_pdrop": 0.1,
-        "rope_scaling": None,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 51200,
-    },
-    "gpt2": {
-        "activation_function": "gelu_new",
-        "attn_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "layer_norm_epsilon": 1e-05,
-        "n_ctx": 1024,
-        "n_embd": 768,
-        "n_head": 12,
-        "n_layer": 12,
-        "n_positions": 1024,
-        "resid_pdrop": 0.1,
-        "summary_activation": None,
-        "summary_first_dropout": 0.1,
-        "summary_proj_to_labels": True,
-        "summary_type": "cls_index",
-        "summary_use_proj": True,
-        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
-        "vocab_size": 50257,
-    },
-    "falcon": {
-        "alibi": False,
-        "apply_residual_connection_post_layernorm": False,
-        "attention_dropout": 0.0,
-        "bias": False,
-        "hidden_dropout": 0.0,
-        "hidden_size": 4544,
-        "layer_norm_epsilon": 1e-05,
-        "multi_query": True,
-        "new_decoder_architecture": False,
-        "num_attention_heads": 71,
-        "num_hidden_layers": 32,
-        "num_kv_heads": 71,
-        "parallel_attn": True,
-        "vocab_size": 65024,
-    },
-    "cohere2": {
-        "attention_bias": False,
-        "cache_implementation": "hybrid",
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "layer_norm_eps": 1e-05,
-        "layer_switch": 4,
-        "logit_scale": 0.25,
-        "max_position_embeddings": 8192,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "order_of_interleaved_layers": "local_attn_first",
-        "position_embedding_type": "rope_gptj",
-        "rope_scaling": None,
-        "rope_theta": 50000,
-        "rotary_pct": 1.0,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-        "use_embedding_sharing": True,
-        "use_gated_activation": True,
-        "use_parallel_block": True,
-        "use_parallel_embedding": True,
-        "use_qk_norm": False,
-        "vocab_size": 256000,
-    },
-    "glm4": {
-        "attention_bias": False,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 13696,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 151552,
-    },
-    "exaone4": {
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 5120,
-        "intermediate_size": 27392,
-        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 40,
-        "num_hidden_layers": 64,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": 16.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 1000000,
-        "sliding_window": 4096,
-        "sliding_window_pattern": "LLLG",
-        "tie_word_embeddings": False,
-        "vocab_size": 102400,
-    },
+ALIASES_OF = {
+    "arcee": None,
+    "cohere": "command-r",
+    "cohere2": "command-r7b",
+    "ernie4_5": "ernie4.5-0.3b",
+    "exaone": "exaone3.5-7.8b-instruct",
+    "exaone4": "exaone4-32b",
+    "exaone4_5": None,
+    "falcon": "falcon-7b",
+    "gemma": "gemma-7b",
+    "gemma2": "gemma2-9b",
+    "gemma3": "gemma3-4b",
+    "gemma3_text": "gemma3-1b",
+    "glm": "glm4-9b",
+    "glm4": "glm4-9b-0414",
+    "gpt2": "gpt2",
+    "gpt_neox": "pythia-6.9b",
+    "granite": "granite3.1-2b",
+    "granitemoe": "granite3.1-1b-a400m",
+    "helium": "helium1-preview-2b",
+    "internlm3": "internlm3-8b-instruct",
+    "ministral": None,
+    "nemotron": "minitron-4b",
+    "olmo": "olmo-7b",
+    "olmo2": "olmo2-7b",
+    "olmo3": "olmo3-7b",
+    "olmoe": "olmoe-1b-7b",
+    "phi": "phi-2",
+    "phi3": "phi3-mini",
+    "seed_oss": "seed-oss-36b-instruct",
+    "smollm3": "smollm3-3b",
+    "stablelm": "stablelm2-12b",
+    "starcoder2": "starcoder2-3b",
 }
-"""From the config.json of OLMo-2-7B, granite-3.1-2b, stablelm-2-12b, starcoder2-3b, SmolLM3-3B, Phi-3-mini-128k (with
-other factors), gemma-2-9b, pythia-6.9b, phi-2, gpt2, falcon-7b, command-r7b, GLM-4-9B-0414, EXAONE-4.0-32B."""
-REAL = {name: {"model_type": name, "transformers_version": "4.50.0", "bos_token_id": 1} | c for name, c in REAL.items()}
+REAL = {name: read_config(alias) for name, alias in ALIASES_OF.items() if alias}
+REAL["phi3"] |= {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "sliding_window": 262144,
+}
+REAL["exaone4_5"] = {"model_type": "exaone4_5", "text_config": REAL["exaone4"], "vision_config": EXAONE45_VISION}
+SHAPES = {
+    "hidden_size": 2560,
+    "intermediate_size": 18432,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 128004,
+}
+REAL |= {name: SHAPES | {"model_type": name} for name in ("arcee", "ministral")}
+"""The config.json of a model of each family, as the package has it; Phi-3-mini-128k's with other factors, and of those
+that have no alias some config. What is in every config.json, and no model reads, is beside it."""
+TRAILER = {"transformers_version": "4.50.0", "bos_token_id": 1, "attention_dropout": 0.0, "torch_dtype": "bfloat16"}
+REAL = {name: TRAILER | config for name, config in REAL.items()}
+ELSEWHERE = {"llama", "mistral", "mixtral", "opt", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+
+
+def test_every_family_is_here_or_in_the_tests_of_config_json():
+    assert {*REAL, *ELSEWHERE} == set(models.families())
 
 
 def read(hf_config: dict[str, Any]) -> Any:
@@ -310,10 +97,10 @@ def test_real_models_have_hugging_faces_parameters(name, tmp_path):
     config = read(REAL[name])
     model = models.family(name).Model(config, kernels.get_backend("xla"))
     shapes = jax.eval_shape(partial(models.init_params, model), jax.random.key(0))
-    theirs = AutoConfig.for_model(**REAL[name])
     with torch.device("meta"):
-        expected = sum(p.numel() for p in AutoModelForCausalLM.from_config(theirs).parameters())
-    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == expected
+        theirs = auto_class(REAL[name]).from_config(AutoConfig.for_model(**REAL[name])).named_parameters()
+    of_text = (parameter for name, parameter in theirs if not re.search("vision|visual|multi_modal", name))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == sum(parameter.numel() for parameter in of_text)
 
 
 def test_layers_differ_where_the_config_says_so():
@@ -327,6 +114,18 @@ def test_layers_differ_where_the_config_says_so():
     by_pattern = {key: value for key, value in REAL["exaone4"].items() if key != "layer_types"}
     assert read(by_pattern) == read(by_pattern | {"sliding_window_pattern": 4}) == read(REAL["exaone4"])
     assert read(by_pattern | {"sliding_window": None}).no_rope_layers == ()
+
+
+def test_layers_with_a_window_may_have_a_rope_of_their_own():
+    gemma3, olmo3 = read(REAL["gemma3"]), read(REAL["olmo3"])
+    assert gemma3.windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
+    assert [(rope.theta, rope.factor) for rope in gemma3.ropes[4:7]] == [(1e4, 1), (1e6, 8), (1e4, 1)]
+    assert [rope.rope_type for rope in olmo3.ropes[2:5]] == ["default", "yarn", "default"]
+    assert {rope.theta for rope in olmo3.ropes} == {5e5}
+    # The outcome of the scaling, not what it began with.
+    assert (gemma3.max_positions, olmo3.max_positions) == (131072, 65536)
+    by_type = {"full_attention": {"rope_theta": 2e6}, "sliding_attention": {"rope_theta": 3e4}}
+    assert [rope.theta for rope in read(REAL["gemma3_text"] | {"rope_parameters": by_type}).ropes[4:6]] == [3e4, 2e6]
 
 
 @pytest.mark.parametrize(
@@ -374,6 +173,29 @@ def test_layers_differ_where_the_config_says_so():
         ("cohere2", {"layer_switch": 2}, "layer_switch=2 .* not supported, only 4"),
         ("glm4", {"rope_scaling": {"type": "mystery"}}, "rope_type='mystery' is not supported; choose default"),
         ("exaone4", {"layer_types": ["full_attention"]}, "layer_types has 1 entries; it must have"),
+        (
+            "exaone4_5",
+            {"text_config": None},
+            "text_config of this exaone4_5 model has model_type=None, not 'exaone4'",
+        ),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True .* not supported"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True .* not supported"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 .* not supported, only None"),
+        ("gemma3_text", {"sliding_window": 0}, "sliding_window=0 of this gemma3_text model must be a whole number"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_theta": 1e6}},
+            "rope_parameters has 'rope_theta'; it can have",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}},
+            "rope_type='dynamic' of sliding_attention is not supported",
+        ),
+        ("gemma3", {"text_config": {"model_type": "gemma2"}}, "has model_type='gemma2', not 'gemma3_text'"),
+        ("olmo", {"clip_qkv": 8.0}, "this olmo model has unsupported fields: clip_qkv=8.0"),
+        ("olmoe", {"num_experts_per_tok": 65}, "num_experts_per_tok=65 must be at most the number of experts, 64"),
+        ("arcee", {"hidden_act": "relu3"}, "activation 'relu3' is not supported; choose"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_a_sentence(name, field, sentence):
@@ -471,10 +293,11 @@ def test_a_shared_tensor_of_another_size_is_refused_by_its_own_name():
         ("gpt2", "transformer.", "h.0.attn.bias", {}),
         ("falcon", "transformer.", None, {}),
         ("gpt_neox", "gpt_neox.", "gpt_neox.layers.0.attention.masked_bias", {"lm_head.": "embed_out."}),
+        ("gemma3", None, None, {"language_model.model.": "model.language_model.", "vision_": "model.vision_"}),
     ],
 )
-def test_older_checkpoints_of_the_same_model_read_alike(variant, prefix, mask, names, tmp_path):
-    """Saved without the outermost module, as GPT-2's on the Hub, or with old names; and with the masks of attention."""
+def test_other_checkpoints_of_the_same_model_read_alike(variant, prefix, mask, names, tmp_path):
+    """Older ones, without the outermost module, as GPT-2's on the Hub, with old names or with masks; and newer ones."""
     save_random_model(VARIANTS[variant], tmp_path)
     _, expected = load_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

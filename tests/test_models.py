@@ -70,6 +70,44 @@ FALCON = {
 COHERE2 = PLAIN | {"model_type": "cohere2", "sliding_window": 8, "sliding_window_pattern": 2, "logit_scale": 0.25}
 GLM4 = LLAMA | {"model_type": "glm4", "head_dim": 16, "pad_token_id": None}
 EXAONE4 = LLAMA | {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": 2}
+GEMMA = LLAMA | {"model_type": "gemma", "head_dim": 16, "hidden_act": "gelu"}
+GEMMA3 = LLAMA | {
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "num_hidden_layers": 3,
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+}
+SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+COHERE = PLAIN | {"model_type": "cohere", "logit_scale": 0.25}
+OLMO = PLAIN | {"model_type": "olmo", "pad_token_id": None}
+OLMO3 = LLAMA | {"model_type": "olmo3", "sliding_window": 8, "num_hidden_layers": 4, "pad_token_id": None}
+OLMOE = LLAMA | {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None}
+HELIUM = LLAMA | {"model_type": "helium", "head_dim": 8}  # whose output weights are square
+MINISTRAL = LLAMA | {"model_type": "ministral", "head_dim": 8, "sliding_window": 8}
+SEED_OSS = LLAMA | {"model_type": "seed_oss", "head_dim": 16}
+ARCEE = LLAMA | {"model_type": "arcee"}
+NEMOTRON = PLAIN | {"model_type": "nemotron", "num_attention_heads": 4}
+GLM = LLAMA | {"model_type": "glm", "head_dim": 16, "pad_token_id": None}
+ERNIE = LLAMA | {"model_type": "ernie4_5", "head_dim": 16}
+EXAONE = {
+    "model_type": "exaone",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "activation_function": "silu",
+    "layer_norm_epsilon": 1e-5,
+}
+EXAONE45_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_key_value_heads": 1}
+EXAONE45_VISION |= {"model_type": "exaone4_5_vision", "out_hidden_size": 64}
+INTERNLM3 = LLAMA | {"model_type": "internlm3", "head_dim": 16}
+GRANITEMOE = GRANITE | {"model_type": "granitemoe", "num_local_experts": 6, "num_experts_per_tok": 3}
 # A head of 16 dimensions and bases of its own, so that the ramp of "yarn" falls between frequencies.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0}
 LLAMA3 = {
@@ -180,6 +218,58 @@ VARIANTS = {
     "glm4": GLM4,
     "exaone4": EXAONE4,
     "exaone4, no window": EXAONE4 | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "exaone4_5": {
+        "model_type": "exaone4_5",
+        "text_config": EXAONE4,
+        "vision_config": EXAONE45_VISION,
+        "image_token_id": 1000,
+        "video_token_id": 1001,
+    },
+    "exaone": EXAONE,
+    "exaone, llama3 rope": EXAONE | {"rope_scaling": LLAMA3},
+    "gemma": GEMMA,
+    "gemma, attention_bias": GEMMA | {"attention_bias": True, "tie_word_embeddings": False},
+    "gemma3_text": GEMMA3,
+    "gemma3_text, linear rope": GEMMA3
+    | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 500.0, "rope_local_base_freq": 20.0},
+    "gemma3_text, new spelling": GEMMA3
+    | {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": LLAMA3 | {"rope_theta": 20.0},
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+        },
+    },
+    "gemma3_text, capped, attention_bias": GEMMA3 | {"final_logit_softcapping": 5.0, "attention_bias": True},
+    "gemma3": {
+        "model_type": "gemma3",
+        "text_config": GEMMA3,
+        "vision_config": SIGLIP,
+        "image_token_index": 1000,
+        "mm_tokens_per_image": 4,
+    },
+    "cohere": COHERE,
+    "cohere, head norms": COHERE | {"use_qk_norm": True, "tie_word_embeddings": False},
+    "olmo": OLMO,
+    "olmo3": OLMO3,
+    "olmo3, yarn": OLMO3 | WIDE_HEAD | {"rope_theta": 500000.0, "rope_scaling": YARN},
+    "olmoe": OLMOE,
+    "olmoe, norm_topk_prob": OLMOE | {"norm_topk_prob": True},
+    "helium": HELIUM,
+    "ministral": MINISTRAL,
+    "ministral, layer_types": MINISTRAL | {"layer_types": ["full_attention", "sliding_attention"]},
+    "seed_oss": SEED_OSS,
+    "seed_oss, other biases": SEED_OSS | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    "arcee": ARCEE,
+    "arcee, biases": ARCEE | {"attention_bias": True, "mlp_bias": True},
+    "nemotron": NEMOTRON,
+    "nemotron, biases": NEMOTRON | {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 0.25},
+    "glm": GLM,
+    "ernie4_5": ERNIE,
+    "ernie4_5, biases": ERNIE | {"use_bias": True},
+    "internlm3": INTERNLM3,
+    "internlm3, biases": INTERNLM3 | {"qkv_bias": True, "bias": True},
+    "granitemoe": GRANITEMOE,
 }
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (NUM_SEQUENCES, LENGTH))
@@ -236,6 +326,12 @@ def test_whole_prompts_then_decode(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, scope="module")
+def test_a_context_to_its_end_in_chunks_then_decode(variant):
+    """Past the windows of 8 and 21 tokens, and past the 16 and 32 positions that scaled ropes stretch."""
+    check_steps(variant, [{0: 16}, {0: 16}, {0: 16}, {0: 11}, *[{0: 1}] * 5])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, scope="module")
 def test_any_chunking_then_decode(variant):
     @settings(max_examples=8, deadline=None, derandomize=True, database=None)
     @given(CHUNKINGS)
@@ -279,6 +375,12 @@ def test_steps_of_different_buckets_and_block_sizes(block_size):
         ["gpt_neox", "gpt_neox, not parallel"],
         ["phi", "phi, head norms"],
         ["exaone4", "exaone4, no window"],
+        ["exaone", "exaone, llama3 rope"],
+        ["gemma3_text", "gemma3_text, linear rope", "gemma3_text, new spelling"],
+        ["cohere", "cohere, head norms"],
+        ["olmo3", "olmo3, yarn"],
+        ["olmoe", "olmoe, norm_topk_prob"],
+        ["ministral", "ministral, layer_types"],
     ],
 )
 def test_the_variants_of_a_group_differ_by_far_more_than_the_tolerance(group):

@@ -17,6 +17,7 @@ from fastgen_jax.checkpoint import ALIASES
 from fastgen_jax.checkpoint.config_only import read_config
 from fastgen_jax.compiler_output import Kernel, count_launches, parse_ptxas, shared_memory
 from fastgen_jax.gpus import GPUS
+from fastgen_jax.models.hf_config import first_layers
 from fastgen_jax.plan import Request, plan, size_text
 from fastgen_jax.sizing import Sizing, num_elements
 from fastgen_jax.types import EngineConfig
@@ -57,6 +58,54 @@ PUBLISHED = {  # numbers of parameters, by the files on the Hub
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "phi-1.5": 1_418_270_720,
+    "phi-2": 2_779_683_840,
+    "phi3-mini": 3_821_079_552,
+    "phi4": 14_659_507_200,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "pythia-70m": 70_426_624,
+    "pythia-1b": 1_011_781_632,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "gpt-neox-20b": 20_554_567_680,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
+    "stablelm2-1.6b": 1_644_515_328,
+    "olmo-7b": 6_888_095_744,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo3-7b": 7_298_011_136,
+    "olmoe-1b-7b": 6_919_161_856,
+    "granite3.1-2b": 2_533_531_648,
+    "granite3.1-8b": 8_170_848_256,
+    "granite3.1-1b-a400m": 1_334_628_352,
+    "smollm3-3b": 3_075_098_624,
+    "command-r": 34_980_831_232,
+    "command-r-plus": 103_810_674_688,
+    "glm4-9b": 9_399_951_360,
+    "glm4-9b-0414": 9_400_279_040,
+    "exaone3.5-7.8b-instruct": 7_818_448_896,
+    "exaone4-32b": 32_003_216_384,
+    "seed-oss-36b-instruct": 36_151_104_512,
+    "internlm3-8b-instruct": 8_804_241_408,
+    "helium1-preview-2b": 2_172_643_840,
 }
 
 
@@ -64,11 +113,9 @@ PUBLISHED = {  # numbers of parameters, by the files on the Hub
 def test_an_aliases_config_has_the_models_parameters(model):
     """Layers are alike, so the second one's parameters are the others' too."""
     config = read_config(model)
-
-    def count(num_layers: int) -> int:
-        return num_elements(sizing(config | {"num_hidden_layers": num_layers}, "b200").params)
-
-    assert count(1) + (config["num_hidden_layers"] - 1) * (count(2) - count(1)) == PUBLISHED[model]
+    num_layers = models.family(config["model_type"]).from_hf(config).num_layers
+    one, two = (num_elements(sizing(first_layers(config, layers), "b200").params) for layers in (1, 2))
+    assert one + (num_layers - 1) * (two - one) == PUBLISHED[model]
 
 
 def test_every_alias_has_a_config_that_its_family_reads():
@@ -76,7 +123,9 @@ def test_every_alias_has_a_config_that_its_family_reads():
     assert {path.stem for path in folder.glob("*.json")} == set(ALIASES)
     for alias in ALIASES:
         config = read_config(alias)
-        assert models.family(config["model_type"]).from_hf(config).num_layers == config["num_hidden_layers"]
+        family = models.family(config["model_type"])
+        whole, short = family.from_hf(config), family.from_hf(first_layers(config, 2))
+        assert (short.num_layers, short.windows) == (2, whole.windows[:2])
     assert read_config("facebook/opt-125m") == read_config("OPT-125m") == read_config("opt-125m")
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from threaded import serving
 from tiny import tiny_engine
 
 from fastgen_jax.cli import build_parser
+from fastgen_jax.models import families
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -124,6 +126,27 @@ def test_the_two_commands_are_targets():
     for target in ("demo", "test"):
         assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)
         assert shown_after(f"make {target}")
+
+
+def test_the_table_of_families_is_what_the_code_says():
+    with_table = runpy.run_path(str(ROOT / "scripts" / "model_table.py"))["with_table"]
+    assert with_table(README) == README, "python scripts/model_table.py --write puts it right"
+    assert with_table(README.replace("| `olmo` | OLMo", "| `olmo` | Olmo")) == README
+    assert re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)[1:] == families()  # behind the head
+
+
+def test_the_guide_to_adding_a_family_quotes_the_code():
+    """Each block stands, as it is, in the file named last before it; that of a family is all of its file."""
+    text, code = (ROOT / "docs" / "adding-a-family.md").read_text(), ""
+    blocks = 0
+    for found in re.finditer(r"`([\w/]+/\w+\.py)`|^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        file, block = found.groups()
+        if file is not None:
+            code = (ROOT / file).read_text()
+        else:
+            assert block == code if block.startswith('"""') else block in code
+            blocks += 1
+    assert blocks == 7
 
 
 def test_extras_of_the_readme_exist():

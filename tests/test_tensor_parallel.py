@@ -49,14 +49,20 @@ FAMILIES = {
         "max_position_embeddings": LENGTH,
     },
 }
-BY_TWO = [
-    *("olmo2", "granite", "stablelm, head norms", "starcoder2", "smollm3", "phi3", "gemma2", "gpt_neox", "phi", "gpt2"),
-    *("falcon", "falcon, new decoder", "cohere2", "glm4", "exaone4"),
-]
+FIRST = {config["model_type"]: name for name, config in reversed(VARIANTS.items())}
+IN_ONE_TENSOR = "granitemoe"  # its experts, which cannot be shared out
+OTHERS = set(FIRST) - {config["model_type"] for config in FAMILIES.values()} - {IN_ONE_TENSOR}
+BY_TWO = [*(FIRST[model_type] for model_type in sorted(OTHERS)), "falcon, new decoder", "stablelm, head norms"]
+BY_TWO += ["cohere, head norms"]
 FAMILIES |= {name: VARIANTS[name] for name in BY_TWO}
-PARALLEL = ("gpt_neox", "phi", "falcon", "cohere2")
+PARALLEL = ("gpt_neox", "phi", "falcon", "cohere", "cohere2")
+ALL_HEADS_NORMED = ("olmo2", "olmo3", "olmoe")
 CASES = [(name, size) for name in FAMILIES for size in ((2,) if name in BY_TWO else (2, 4, 8))]
-CASES += [("olmo2", 4), ("stablelm, head norms", 4)]  # whose keys have norms that neighbours repeat
+CASES += [
+    ("olmo2", 4),
+    ("stablelm, head norms", 4),
+    ("cohere, head norms", 4),
+]  # keys have norms that neighbours repeat
 TOKENS = np.random.default_rng(0).integers(0, 97, (4, LENGTH))
 PROMPTS = [TOKENS[i, : 9 * (i + 1)].tolist() for i in range(4)]
 
@@ -134,6 +140,23 @@ def test_greedy_tokens_are_one_devices(name, size):
     assert shared.stats().preemptions > 0
 
 
+@pytest.mark.parametrize(("name", "size"), [case for case in CASES if case[0] in BY_TWO], scope="module")
+def test_greedy_tokens_of_more_sequences_than_fit_are_one_devices(name, size):
+    """Through chunks, overlap and preemption, by the engines that the other tests have."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    shared, alone = engine_of(name, size), engine_of(name, 1)
+    prompts = [tokens[start:] for start in range(3) for tokens in PROMPTS[1:]]
+    found, expected = shared.generate(prompts, params), alone.generate(prompts, params)
+    assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+    assert shared.stats().preemptions > 0
+
+
+def test_experts_that_lie_in_one_tensor_are_refused(tmp_path):
+    save_random_model(VARIANTS[IN_ONE_TENSOR], tmp_path)
+    with pytest.raises(ValueError, match=r"^tensor '.*down_proj' has all experts in one, which cannot be shared out;"):
+        load_engine(tmp_path, Shards.over(jax.devices()[:2]))
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize(
     "params",
@@ -181,8 +204,9 @@ def test_a_layer_adds_up_twice_and_nothing_else_is_exchanged(name, size):
     """XLA makes one sum of a parallel block's two; an OLMo 2 adds up two numbers a token more, to norm all heads."""
     programs = engine_of(name, size)._runner.programs
     kinds = [kind for _, kind in collectives(programs.get("backbone", 32).as_text())]
-    a_layer = 1 if FAMILIES[name]["model_type"] in PARALLEL else 3 if name == "olmo2" else 2
-    assert kinds == ["all-reduce"] * (2 * a_layer + 1)  # two layers, and the embedding
+    family, num_layers = FAMILIES[name]["model_type"], engine_of(name, size)._runner.model.config.num_layers
+    a_layer = 1 if family in PARALLEL else 3 if family in ALL_HEADS_NORMED else 2
+    assert kinds == ["all-reduce"] * (num_layers * a_layer + 1)  # and the embedding
 
 
 def test_logits_go_from_columns_to_rows_and_only_tokens_are_gathered():

@@ -9,6 +9,7 @@ from fastgen_jax.bench.step_model import Roofline
 from fastgen_jax.checkpoint.config_only import read_config
 from fastgen_jax.gpus import Gpu
 from fastgen_jax.models import family
+from fastgen_jax.models.hf_config import first_layers
 from fastgen_jax.plan import MAX_TP
 from fastgen_jax.roofline import Work
 from fastgen_jax.sizing import Sizing
@@ -100,7 +101,7 @@ def _costs(hf_config: dict[str, Any], config: Any, gpu: Gpu, tp: int, dtype: str
     if len(set(getattr(config, "mixtures", ()))) > 1:  # some layers have experts and some have not
         whole = _sizing(hf_config, gpu, tp, dtype)
         return whole.work, whole.weights_bytes
-    one, two = (_sizing(_shortened(hf_config, layers), gpu, tp, dtype) for layers in (1, 2))
+    one, two = (_sizing(first_layers(hf_config, layers), gpu, tp, dtype) for layers in (1, 2))
     more = config.num_layers - 1
     work = replace(
         one.work,
@@ -110,12 +111,6 @@ def _costs(hf_config: dict[str, Any], config: Any, gpu: Gpu, tp: int, dtype: str
         windows=config.windows,
     )
     return work, one.weights_bytes + more * (two.weights_bytes - one.weights_bytes)
-
-
-def _shortened(hf_config: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """The config of the model's first layers alone."""
-    kinds = hf_config.get("layer_types")
-    return hf_config | {"num_hidden_layers": num_layers} | ({"layer_types": kinds[:num_layers]} if kinds else {})
 
 
 def _sizing(hf_config: dict[str, Any], gpu: Gpu, tp: int, dtype: str) -> Sizing:

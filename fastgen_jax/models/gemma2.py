@@ -18,9 +18,7 @@ NORMS = llama.LayerNorms(
 
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
-    # Older configs have a "hidden_act" too, which nobody reads.
-    act = {"hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh", "hidden_activation": None}
-    fields = HFConfig(DEFAULTS | dict(hf) | act)
+    fields = HFConfig(DEFAULTS | with_one_activation(hf))
     fields.only("use_bidirectional_attention", None, False)
     num_layers, window = fields.count("num_hidden_layers"), fields.take("sliding_window", 4096, null=None)
     fields.only("sliding_window_size", window)  # an older name
@@ -40,3 +38,8 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     )
     fields.finish()
     return replace(config, embedding_scale=config.hidden_size**0.5)
+
+
+def with_one_activation(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its `hidden_activation` where `hidden_act` is, which older ones have too and nobody reads."""
+    return dict(hf) | {"hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh", "hidden_activation": None}

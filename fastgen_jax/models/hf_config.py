@@ -1,5 +1,6 @@
 """Strict reading of Hugging Face's `config.json`: a field is used, known not to matter, or refused."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ NEUTRAL = frozenset(
     auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
     attention_probs_dropout_prob classifier_dropout hidden_dropout_prob
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dropout dtype
-    early_stopping embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eos_token_id
+    early_stopping embd_pdrop embed_dropout embedding_dropout encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty
     finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout id2label init_std initializer_range
     is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id layerdrop
@@ -25,6 +26,8 @@ NEUTRAL = frozenset(
     unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905 (a list of strings would take a line for each)
 )
+
+_OF_IMAGES = re.compile("(image|video|vision|mm|boi|eoi)_")
 
 
 class HFConfig:
@@ -78,3 +81,23 @@ class HFConfig:
         if unknown:
             shown = ", ".join(f"{name}={self._left[name]!r:.60}" for name in unknown)
             raise ValueError(f"config.json of this {self.family} model has unsupported fields: {shown}")
+
+
+def text_config(hf: Mapping[str, Any], *families: str) -> dict[str, Any]:
+    """The `text_config` of a config.json whose model reads images too; its `model_type` is one of `families`."""
+    fields = HFConfig({name: value for name, value in hf.items() if not _OF_IMAGES.match(name)})
+    text, tied = dict(fields.take("text_config", {})), fields.take("tie_word_embeddings")
+    if (found := text.get("model_type")) not in families:
+        valid = " or ".join(map(repr, families))
+        raise ValueError(f"text_config of this {fields.family} model has model_type={found!r}, not {valid}")
+    fields.finish()
+    return text | ({} if tied is None else {"tie_word_embeddings": tied})
+
+
+def first_layers(hf: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The config.json of a model's first layers alone: what it says layer by layer is cut, too."""
+    if text := hf.get("text_config"):
+        return {**hf, "text_config": first_layers(text, num_layers)}
+    name = next((name for name in ("n_layer", "num_layers") if name in hf), "num_hidden_layers")
+    by_layer = {key for key, value in hf.items() if isinstance(value, list) and len(value) == hf.get(name)}
+    return {key: value[:num_layers] if key in by_layer else value for key, value in hf.items()} | {name: num_layers}

@@ -26,6 +26,7 @@ Params = dict[str, Any]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_fast": partial(jax.nn.gelu, approximate=True),
     "gelu_new": partial(jax.nn.gelu, approximate=True),

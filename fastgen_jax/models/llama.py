@@ -1,7 +1,8 @@
-"""Llama: LLaMA, Llama-2, Llama-3.x; and the decoder that most families are, each with settings of its own."""
+"""LLaMA, Llama-2 and Llama-3.x: the decoder that most families are, each with settings of its own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -49,7 +50,8 @@ class Config:
     """Sizes and switches of a decoder. `windows` has one entry a layer: tokens a query sees, None for all.
 
     norm: one of `NORMS`. head_norm, attention_scale, attention_softcap: as `Attention` has them.
-    no_rope_layers: those that rotate nothing. parallel: attention and MLP read the same and are added together.
+    window_rope: of the layers with a window, where it is not `rope`. no_rope_layers: those that rotate nothing.
+    parallel: attention and MLP read the same and are added together.
     logits_scale, embedding_scale, residual_scale: what logits, embeddings and what a layer adds are multiplied by.
     """
 
@@ -63,6 +65,7 @@ class Config:
     max_position_embeddings: int
     rope: Rope
     windows: tuple[int | None, ...]
+    window_rope: Rope | None = None
     norm: str = "rms"
     norm_eps: float = 1e-6
     layer_norms: LayerNorms = BEFORE
@@ -90,6 +93,12 @@ class Config:
         return self.rope.max_positions(self.max_position_embeddings)
 
     @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """How each layer rotates its heads; None: not at all."""
+        ropes = (self.rope if window is None else self.window_rope or self.rope for window in self.windows)
+        return tuple(None if layer in self.no_rope_layers else rope for layer, rope in enumerate(ropes))
+
+    @property
     def embed_dim(self) -> int:
         """Width of the hidden states that `logits` takes."""
         return self.hidden_size
@@ -107,7 +116,7 @@ class Config:
         fused = {"qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv}}
         if self.gated_mlp:
             fused["gate_up_proj"] = dict.fromkeys(("gate_proj", "up_proj"), shards.local(self.intermediate_size, "mlp"))
-        if self.head_norm == "layer, each head":
+        if self.head_norm == "layer, each head apart":
             fused |= {f"{x}_norm": {f"{x}_layernorm.norms.{{}}": self.head_dim} for x in "qk"}
         return fused | ({} if self.mixture is None else self.mixture.fused(self.hidden_size, shards))
 
@@ -135,11 +144,13 @@ def read_config(
     norm_eps: float | None = None,
     rotary: float | None = None,
     rope_interleaved: bool = False,
+    ropes: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
     **switches: Any,
 ) -> Config:
     """What most families read alike; the caller takes its own fields and calls `finish`.
 
-    norm_eps: None is `rms_norm_eps`. rotary: as `Rope.from_hf` has it.
+    norm_eps: None is `rms_norm_eps`. rotary: as `Rope.from_hf` has it. ropes: the `rope_parameters` of layers without
+    and with a window, where these have their own.
     """
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
@@ -152,6 +163,8 @@ def read_config(
     max_len = fields.count("max_position_embeddings")
     hidden_act = fields.take("hidden_act", "silu")
     activation(hidden_act)
+    of = partial(Rope.from_hf, dim=head_dim, max_len=max_len, rotary=rotary, interleaved=rope_interleaved)
+    rope, *window_rope = [of(fields)] if ropes is None else [of(HFConfig({"rope_parameters": one})) for one in ropes]
     return Config(
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
@@ -161,8 +174,9 @@ def read_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_len,
-        rope=Rope.from_hf(fields, dim=head_dim, max_len=max_len, rotary=rotary, interleaved=rope_interleaved),
+        rope=rope,
         windows=windows,
+        window_rope=window_rope[0] if window_rope else None,
         norm_eps=fields.take("rms_norm_eps", 1e-6) if norm_eps is None else norm_eps,
         hidden_act=hidden_act,
         tie_word_embeddings=fields.take("tie_word_embeddings", False),
@@ -176,17 +190,16 @@ class Block(nn.Module):
     config: Config
     backend: Backend
     window: int | None
-    rotates: bool
     mixture: Mixture | None
     shards: Shards = WHOLE
 
     @nn.compact
     def __call__(
-        self, x: Array, batch: RaggedBatch, kv: LayerKV, cos_sin: tuple[Array, Array]
+        self, x: Array, batch: RaggedBatch, kv: LayerKV, cos_sin: tuple[Array, Array] | None
     ) -> tuple[Array, LayerKV]:
         c, norms = self.config, self.config.layer_norms
         read = self._norm(norms.attention_in, x)
-        y, kv = self._attention()(read, batch, kv, cos_sin if self.rotates else None)
+        y, kv = self._attention()(read, batch, kv, cos_sin)
         y = scaled(self._norm(norms.attention_out, y), c.residual_scale)
         if c.parallel:
             read = read if norms.mlp_in is None else self._norm(norms.mlp_in, x)
@@ -238,17 +251,20 @@ class Decoder(nn.Module):
         c = self.config
         self.embed_tokens = Embed(c.vocab_size, c.hidden_size, ("vocab", "embed"), self.shards)
         self.norm = NORMS[c.norm](c.norm_eps)
-        rotates = [layer not in c.no_rope_layers for layer in range(c.num_layers)]
-        kinds = zip(c.windows, rotates, c.mixtures, strict=True)
+        kinds = zip(c.windows, c.mixtures, strict=True)
         self.layers = [Layer(Block, (c, self.backend, *kind, self.shards)) for kind in kinds]
 
     def __call__(self, batch: RaggedBatch, kv_pool: list[LayerKV]) -> tuple[Array, list[LayerKV]]:
-        x = scaled(self.embed_tokens(batch.token_ids), self.config.embedding_scale)
-        cos_sin = self.config.rope.cos_sin(batch.positions, batch.context_lens)
+        c = self.config
+        x = scaled(self.embed_tokens(batch.token_ids), c.embedding_scale)
+        turns: dict[Rope | None, tuple[Array, Array] | None] = {
+            rope: None if rope is None else rope.cos_sin(batch.positions, batch.context_lens)
+            for rope in dict.fromkeys(c.ropes)
+        }
         # Unrolled: a scan over stacked layers copies every layer's weights out of the stack on a GPU.
         new_pool = []
-        for layer, kv in zip(self.layers, kv_pool, strict=True):
-            x, kv = layer(x, batch, kv, cos_sin)
+        for layer, rope, kv in zip(self.layers, c.ropes, kv_pool, strict=True):
+            x, kv = layer(x, batch, kv, turns[rope])
             new_pool.append(kv)
         return self.norm(x), new_pool
 

@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in every layer."""
+"""Mixtral: Mistral with a mixture of experts in every layer (arXiv 2401.04088)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

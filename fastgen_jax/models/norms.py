@@ -37,13 +37,14 @@ class LayerNorm(nn.Module):
     """(x - mean) / std * scale + bias over the last axis, in float32.
 
     affine: whether there are scale and bias. use_bias: whether there is a bias. each_head: x is [T, H, D], and every
-    head has a scale of its own.
+    head has a scale of its own. offset: what the checkpoint's scale has to be added to.
     """
 
     eps: float = 1e-5
     affine: bool = True
     use_bias: bool = True
     each_head: bool = False
+    offset: float = 0.0
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -52,7 +53,8 @@ class LayerNorm(nn.Module):
         y = y * jax.lax.rsqrt(mean_square(y) + self.eps)
         if self.affine:
             shape, axes = (x.shape[-2:], ("heads", "embed")) if self.each_head else (x.shape[-1:], ("embed",))
-            y = y * _beside(self.param("scale", nn.with_partitioning(nn.initializers.ones, axes), shape), y)
+            scale = self.param("scale", nn.with_partitioning(nn.initializers.ones, axes), shape)
+            y = y * (self.offset + _beside(scale, y).astype(jnp.float32))
             if self.use_bias:
                 y = y + _beside(self.param("bias", nn.with_partitioning(nn.initializers.zeros, axes), shape), y)
         return y.astype(x.dtype)
@@ -73,18 +75,23 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
     "rms": RMSNorm,
     "rms, less 1": partial(RMSNorm, offset=1.0),
     "layer": LayerNorm,
+    "layer, less 1": partial(LayerNorm, offset=1.0),
     "layer, no bias": partial(LayerNorm, use_bias=False),
+    "layer, no weights": partial(LayerNorm, affine=False),
 }
 """The norms of hidden states, each to be called with its eps."""
 
 
 HEAD_NORMS: dict[str, Callable[..., nn.Module]] = {
     "rms": RMSNorm,
+    "rms, less 1": partial(RMSNorm, offset=1.0),
     "rms, all heads": partial(RMSNorm, axis="heads"),
     "layer": LayerNorm,
     "layer, each head": partial(LayerNorm, use_bias=False, each_head=True),
+    "layer, each head apart": partial(LayerNorm, use_bias=False, each_head=True),
 }
-"""The norms of queries and keys: of each head, with one scale for all or one each, or of all heads as one vector."""
+"""The norms of queries and keys: of each head, with one scale for all or one each (which the checkpoint has in one
+tensor, or apart), or of all heads as one vector."""
 
 
 def norm_heads(kind: str, eps: float, queries: Array, keys: Array, shards: Shards = WHOLE) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""OPT (arXiv 2205.01068): learned positions, LayerNorm before or after, plain MLP, biases everywhere."""
+"""OPT: learned positions, LayerNorm before or after, plain MLP, biases everywhere (arXiv 2205.01068)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: Llama with q, k, v and gate, up each in one tensor, a window, and longrope."""
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with q, k, v and gate, up each in one tensor, a window, and longrope."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,9 @@ REQUIRED = {
     "longrope": ("short_factor", "long_factor"),
 }
 """The types of scaling, and what each must find in the config."""
+
+VARYING = ("dynamic", "longrope")
+"""The types whose frequencies depend on the length of the context."""
 
 OPTIONAL = {
     "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
@@ -107,12 +111,10 @@ class Rope:
     def max_positions(self, max_len: int) -> int:
         """The longest context of a model whose `max_position_embeddings` is `max_len`.
 
-        "linear" and "dynamic" stretch `max_len`, which their configs keep as it was before scaling;
-        configs of "yarn" may do so or give the outcome, those of "llama3" give the outcome.
+        "linear", "dynamic" and "yarn" stretch `original_max_len`, which is `max_len` where a config does not say that
+        `max_len` is the outcome; in configs of "llama3" and "longrope" it always is.
         """
-        if self.rope_type in ("linear", "dynamic"):
-            return int(self.factor * max_len)
-        if self.rope_type == "yarn":
+        if self.rope_type in ("linear", "dynamic", "yarn"):
             return max(max_len, int(self.factor * self.original_max_len))
         return max_len
 
@@ -170,6 +172,30 @@ class Rope:
         ramp = (np.arange(self.dim // 2, dtype=np.float32) - low) / ((high - low) or 0.001)
         interpolated = np.clip(ramp, 0, 1)
         return inv_freq / self.factor * interpolated + inv_freq * (1 - interpolated)
+
+
+Parameters = dict[str, Any]
+"""What a config.json calls `rope_parameters`."""
+
+
+def by_layer_type(
+    fields: HFConfig, *, theta: float, window_theta: float | None = None
+) -> tuple[Parameters, Parameters]:
+    """What layers without a window rotate by and what those with one do: a scaling is of the former only.
+
+    Configs have the two in `rope_parameters`, by the types of layers, or, older ones, in `rope_theta`, `rope_scaling`
+    and `rope_local_base_freq`. theta, window_theta: what stands for bases that are not there; None is the other one.
+    """
+    by_type = fields.take("rope_parameters", {})
+    if unknown := sorted(set(by_type) - {"full_attention", "sliding_attention"}):
+        raise ValueError(f"rope_parameters has {unknown[0]!r}; it can have full_attention and sliding_attention")
+    theta = fields.take("rope_theta", theta)
+    local = fields.take("rope_local_base_freq", theta if window_theta is None else window_theta)
+    windowed = {"rope_theta": local} | (by_type.get("sliding_attention") or {})
+    if windowed.get("rope_type", "default") in VARYING:
+        raise ValueError(f"rope_type={windowed['rope_type']!r} of sliding_attention is not supported")
+    full = {"rope_theta": theta} | (by_type.get("full_attention") or {})
+    return full | fields.take("rope_scaling", {}), windowed
 
 
 def _plain(dim: int, theta: float) -> np.ndarray:

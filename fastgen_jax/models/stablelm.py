@@ -20,7 +20,7 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
         rotary=0.25,
         parallel=parallel,
         layer_norms=llama.LayerNorms(mlp_in=None) if parallel else llama.LayerNorms(),
-        head_norm="layer, each head" if fields.take("qk_layernorm", False) else None,
+        head_norm="layer, each head apart" if fields.take("qk_layernorm", False) else None,
         qkv_bias=fields.take("use_qkv_bias", False),
     )
     fields.finish()

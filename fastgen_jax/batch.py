@@ -9,7 +9,7 @@ The host sends one int32 buffer a step. For a bucket of T tokens, with S = min(T
     num_splits    [S]       into how many splits a GPU kernel cuts the row's keys; 0 where nobody asks
     samples       [S]       1 where the row's sample is the sequence's next token
     settings      [S, F]    how it is sampled, float32 bits among the ints
-    block_tables  [S, P]    its KV blocks; 0, the null block, beyond its end
+    block_tables  [S, P]    its KV blocks; 0, the null block, beyond its end and where it has slid past them
 
 Three rows of 4, 1 and 3 tokens are cu_q_lens [0, 4, 5, 8]; the device derives each token's row
 [0, 0, 0, 0, 1, 2, 2, 2], its position, and the slot of the KV pool it is written to.
@@ -26,6 +26,7 @@ import numpy as np
 from jax import Array
 
 from fastgen_jax.scheduler import Sequence, StepPlan
+from fastgen_jax.scheduler.blocks import NULL_BLOCK
 
 MIN_BUCKET = 16
 """A step of fewer tokens saves next to nothing: it reads the same weights."""
@@ -234,4 +235,5 @@ class Packer:
         have, want = self._num_blocks[slot], len(seq.block_table)
         if have < want:
             self._tables[slot, have:want] = seq.block_table[have:]
+            self._tables[slot, : seq.num_past_blocks] = NULL_BLOCK
             self._num_blocks[slot] = want

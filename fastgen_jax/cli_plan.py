@@ -137,6 +137,9 @@ def memory_rows(found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "KV pool", size_text(found["pool_bytes"]), blocks
     held = [f"{count:,} of {int(n) // 1024}k" for n, count in found["sequences"].items() if count is not None]
     yield "", "", f"sequences: {', '.join(held) or 'none of 1k'}; the longest, {found['max_model_len']:,} tokens"
+    if found["window"]:
+        most = f"{found['window_blocks']:,} blocks hold one as long as it gets"
+        yield "", "", f"every layer has a window, the widest of {found['window']:,} tokens: {most}"
 
 
 BUCKET_HEAD = (

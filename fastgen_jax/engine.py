@@ -84,7 +84,7 @@ class Engine:
         if wanted and self.max_model_len < wanted:
             raise ValueError(
                 f"max_model_len={wanted} needs more than the pool's {self.max_model_len} tokens; "
-                f"raise num_blocks to {block_pool.blocks_needed(wanted - 1) + 1} or lower max_model_len"
+                f"raise num_blocks to {self._runner.window.most_blocks(wanted - 1) + 1} or lower max_model_len"
             )
         self.step_curve = budget.tune(self._runner, self.config, show_progress)
         self.max_num_batched_tokens = budget.choose(self.step_curve, self.config)
@@ -98,6 +98,7 @@ class Engine:
             max_model_len=self.max_model_len,
             policy=self.config.policy,
             prefix_caching=self.config.prefix_caching,
+            window=self._runner.window.num_tokens,
         )
         self._intake = Intake(
             tokenizer,

@@ -45,9 +45,11 @@ class LowLevel:
                 seq = self._sequences[name] = Sequence(next(self._seq_ids), [], max_tokens=1)
                 seq.slot = self._free_slots.pop()
             seq.prompt_token_ids.extend(int(token_id) for token_id in new)
+            self._runner.window.give_back(seq, self._block_pool)
+            rows.append(Row(seq, seq.num_computed_tokens, len(new), False))
+        for seq, *_ in rows:
             missing = self._block_pool.blocks_needed(seq.num_tokens) - len(seq.block_table)
             seq.block_table += self._block_pool.allocate(missing) or []
-            rows.append(Row(seq, seq.num_computed_tokens, len(new), False))
             seq.num_computed_tokens = seq.num_tokens
         try:
             return self._runner.logits(StepPlan(rows))
@@ -65,7 +67,7 @@ class LowLevel:
                 raise ValueError(f"there is no sequence {name!r}; put has made {sorted(map(repr, self._sequences))}")
         for name in dict.fromkeys(ids):
             seq = self._sequences.pop(name)
-            self._block_pool.free(seq.block_table)
+            self._block_pool.free(seq.blocks)
             assert seq.slot is not None
             self._free_slots.append(seq.slot)
 
@@ -94,6 +96,9 @@ class LowLevel:
             num_tokens = len(new) + (seq.num_tokens if seq else 0)
             if num_tokens > self._max_model_len:
                 raise ValueError(f"sequence {name!r} would have {num_tokens} tokens; at most {self._max_model_len} fit")
-            num_blocks += self._block_pool.blocks_needed(num_tokens) - (len(seq.block_table) if seq else 0)
+            num_blocks += self._block_pool.blocks_needed(num_tokens)
+            if seq:
+                slid_past = self._runner.window.num_past(seq.num_computed_tokens) - seq.num_past_blocks
+                num_blocks -= len(seq.block_table) + slid_past
         if num_blocks > self._block_pool.num_free:
             raise ValueError(f"put needs {num_blocks} blocks and {self._block_pool.num_free} are free; flush some")

@@ -141,6 +141,8 @@ class _Planner:
             "pool_tokens": tokens,
             "sequences": holds,
             "max_model_len": max_model_len,
+            "window": s.window.num_tokens,
+            "window_blocks": None if s.window.num_tokens is None else s.blocks_for(s.wanted_len),
             "roofline": [asdict(bound) for bound in bounds],
             "knee_tokens": round(roofline.knee(s.work, s.gpu, s.dtype), 1),
         }

@@ -16,7 +16,7 @@ from fastgen_jax.models.layers import Params
 from fastgen_jax.orders import Alone, Group, Order
 from fastgen_jax.programs import PROGRAMS, Programs
 from fastgen_jax.sampling_state import SamplingState
-from fastgen_jax.scheduler import Row, StepPlan
+from fastgen_jax.scheduler import Row, StepPlan, Window, widest
 from fastgen_jax.scheduler.split_plan import SplitPlanner
 from fastgen_jax.types import EngineConfig
 
@@ -54,7 +54,7 @@ class ModelRunner:
     """Runs step plans on the device, in the order they are dispatched.
 
     max_num_batched_tokens: of the largest step. max_model_len: at most; it shrinks to what the pool holds.
-    num_blocks: of the pool, as built; block_size: tokens in each.
+    num_blocks: of the pool, as built; block_size: tokens in each. window: by which sequences hold them.
     group: the processes that share the model. Whatever this runner does with its device is an `Order`, which theirs
         `execute`, too.
     """
@@ -80,7 +80,8 @@ class ModelRunner:
         self._max_num_batched_tokens = max_num_batched_tokens
         num_blocks = config.num_blocks or self._fit_blocks(config.gpu_memory_utilization, max_model_len)
         self.num_blocks = self._group.least(num_blocks)
-        self.max_model_len = min(max_model_len, (self.num_blocks - 1) * block_size + 1)
+        self.window = Window.under(config.policy, widest(model.config.windows), block_size)
+        self.max_model_len = min(max_model_len, self.window.longest(self.num_blocks - 1))
         self.programs = self._programs(self.num_blocks, self.max_model_len)
         self._do_reset()
 
@@ -141,13 +142,12 @@ class ModelRunner:
         if limits is None:
             return None
         num_readers, max_extra = limits
-        windows = [window for window in config.windows if window is not None]
         planner = SplitPlanner(
             sizes["num_kv_heads"],
             num_readers,
             self.block_size,
             max_extra=max_extra,
-            window=max(windows) if len(windows) == config.num_layers else None,
+            window=widest(config.windows),
         )
         return planner.plan
 

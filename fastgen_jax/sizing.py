@@ -17,6 +17,7 @@ from fastgen_jax.kernels.mosaic_gpu import MosaicGpu, Target
 from fastgen_jax.models.layers import Params
 from fastgen_jax.programs import Key, Programs
 from fastgen_jax.roofline import Work
+from fastgen_jax.scheduler import Window, widest
 from fastgen_jax.sharding import WHOLE, Shards, check_heads, rules_for
 from fastgen_jax.types import UNTUNED_BUDGET, EngineConfig
 
@@ -83,6 +84,7 @@ class Sizing:
         # Nothing can be timed here.
         self.budget = max(UNTUNED_BUDGET, config.max_num_seqs or 0) if given == "auto" else given
         self.max_num_seqs = config.max_num_seqs or min(defaults.MAX_NUM_SEQS, self.budget)
+        self.window = Window.under(config.policy, widest(c.windows), self.block_size)
         self.block_bytes = kv_pool.block_bytes(self.model, self.block_size, self.dtype)
 
     @property
@@ -91,17 +93,17 @@ class Sizing:
         return self.budget_bytes - self.weights_bytes
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of one sequence."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that one sequence holds at most while it generates its way to so many tokens."""
+        return self.window.most_blocks(num_tokens)
 
     def fit_blocks(self, step_bytes: Callable[[int], int]) -> int:
         """Blocks of the pool, as `ModelRunner` sizes it; ValueError if not even two fit beside a step."""
-        most = self.max_num_seqs * self.blocks_for(self.wanted_len) + 1
+        most = self.max_num_seqs * -(-self.wanted_len // self.block_size) + 1
         return kv_pool.size_pool(self.free_bytes, self.block_bytes, most, step_bytes)
 
     def max_model_len(self, num_blocks: int) -> int:
         """The longest sequence that a pool of so many blocks holds, up to the wanted length."""
-        return min(self.wanted_len, (num_blocks - 1) * self.block_size + 1)
+        return min(self.wanted_len, self.window.longest(num_blocks - 1))
 
     def programs(self, num_blocks: int, max_model_len: int) -> Programs:
         """The engine's programs, none compiled yet."""

@@ -196,8 +196,10 @@ def test_the_documented_figures_are_those_of_hand_arithmetic(row):
     near(pool_gb, pool / 1e9)
     near(blocks, pool / (64 * kv))
     assert int(tokens) == 64 * (int(blocks) - 1)
+    window_blocks = 4096 // 64 + 1 if model == "mistral-7b" else longest
     for count, length in zip(held.split(" / "), (1024, 4096, 16384), strict=True):
-        assert count == ("-" if length > longest else str(int(tokens) // length))
+        most = (int(blocks) - 1) // min(length // 64, window_blocks)
+        assert count == ("-" if length > longest else str(most))
 
     one_ms, one_rate, num_seqs, most_ms, most_rate, prompt_ms, prompt_rate, knee = map(float, bounds)
     read, attend = 2 * (layers + head) / tp, 4 * num_layers * num_heads * head_dim / tp
@@ -497,6 +499,22 @@ def test_a_pool_of_any_size_has_bounds(num_tokens, monkeypatch):
     ]
     row = SCRIPT["row"](found)
     assert (len(row), row[12]) == (len(SCRIPT["HEAD"]), most)
+
+
+@pytest.mark.parametrize(("num_blocks", "max_model_len"), [(65, 32768), (64, 4097), (130, 32768)])
+def test_a_pool_that_holds_a_window_holds_a_sequence_of_any_length(num_blocks, max_model_len, monkeypatch):
+    """Mistral-7B's window of 4096 tokens begins anywhere in a block, so that 65 blocks hold it."""
+    monkeypatch.setattr(plan_worker, "compile_only_devices", lambda gpu, count: [None] * count)
+    monkeypatch.setattr(plan_worker, "compile_all", lambda *args: {})
+    step = sizing(read_config("mistral-7b"), "l4").free_bytes - (num_blocks + 1) * 64 * 131072
+    programs = SimpleNamespace(buckets=[512], row_buckets=[256], largest_step_bytes=lambda: step)
+    monkeypatch.setattr(Sizing, "programs", lambda *args: programs)
+    found = in_process("mistral-7b", "l4", tp=1, mem_fraction=0.75, show_progress=False)
+    assert (found["pool_blocks"], found["max_model_len"]) == (num_blocks + 1, max_model_len)
+    assert (found["window"], found["window_blocks"]) == (4096, 65)
+    assert found["sequences"][16384] == num_blocks // 65
+    text = "\n".join(line for row in cli_plan.memory_rows(found) for line in row)
+    assert "every layer has a window, the widest of 4,096 tokens: 65 blocks hold one as long as it gets" in text
 
 
 @pytest.mark.parametrize(

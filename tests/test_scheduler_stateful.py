@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from fastgen_jax.scheduler import BlockPool, Scheduler, Sequence, StepPlan
+from fastgen_jax.scheduler.blocks import NULL_BLOCK
 from fastgen_jax.types import POLICIES
 
 MAX_EXAMPLES, STEPS_PER_EXAMPLE = 500, 50
@@ -61,13 +62,14 @@ def solo_output(seq: Sequence, max_model_len: int) -> list[int]:
 
 
 class FakeDevice:
-    """Runs plans in the order they come, and a plan's rows in theirs.
+    """Runs plans in the order they come. Of a plan, all rows' K/V are written before any sample reads.
 
-    `kv_pool[block][offset]` is a token's K/V, and `token_pool[slot][position]` its id.
+    `kv_pool[block][offset]` is a token's K/V, and `token_pool[slot][position]` its id. window: how many tokens one
+    sees, itself included; None is all, and of 1 the K/V would not say what came before.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, window: int | None = None) -> None:
+        self.block_size, self.window = block_size, window
         self.version = 0
         self.reset()
 
@@ -76,9 +78,11 @@ class FakeDevice:
         self.token_pool: dict[int, dict[int, int]] = {}
 
     def run(self, plan: StepPlan) -> list[int]:
-        return [self._run_row(*row) for row in plan.rows]
+        for row in plan.rows:
+            self._write(*row)
+        return [self._sample(*row) for row in plan.rows]
 
-    def _run_row(self, seq: Sequence, start: int, num_new_tokens: int, samples: bool) -> int:
+    def _write(self, seq: Sequence, start: int, num_new_tokens: int, samples: bool) -> None:
         assert seq.slot is not None
         token_pool, stop = self.token_pool.setdefault(seq.slot, {}), start + num_new_tokens
         known = seq.token_ids(start, stop)
@@ -89,30 +93,45 @@ class FakeDevice:
             context = extend(context, token_id)
             block, offset = self._address(seq, position)
             self.kv_pool.setdefault(block, {})[offset] = KV(token_id, context, self.version)
-        token_pool[stop] = self._sample(seq, stop) if samples else -1
-        return token_pool[stop]
 
-    def _sample(self, seq: Sequence, stop: int) -> int:
-        """The next token, by all that the row attends to: every position's K/V must be the sequence's own."""
-        context = seq.cache_salt
+    def _sample(self, seq: Sequence, start: int, num_new_tokens: int, samples: bool) -> int:
+        """The next token, by all that the row attends to: every position's K/V must be the sequence's own.
+
+        Of what lies before the first that the row sees, the K/V of that one speak.
+        """
+        stop = start + num_new_tokens
+        first = 0 if self.window is None else max(0, start - self.window + 1)
         known = seq.token_ids(0, stop)
-        for position in range(stop):
+        context = seq.cache_salt
+        for token_id in known[:first]:
+            context = extend(context, token_id)
+        if len(known) < first:
+            context = self._kv(seq, first - 1).context if self._is_there(seq, first - 1) else None
+        for position in range(first, stop):
             kv = self._kv(seq, position)
-            context = extend(context, kv.token_id)
+            context = kv.context if context is None else extend(context, kv.token_id)
             assert kv.context == context
             assert position >= len(known) or kv.token_id == known[position]
-        return context % NUM_TOKENS
+        assert context is not None and seq.slot is not None
+        token_id = context % NUM_TOKENS if samples else -1
+        self.token_pool[seq.slot][stop] = token_id
+        return token_id
+
+    def _is_there(self, seq: Sequence, position: int) -> bool:
+        return seq.block_table[position // self.block_size] != NULL_BLOCK
 
     def _kv(self, seq: Sequence, position: int) -> KV:
         block, offset = self._address(seq, position)
+        assert block != NULL_BLOCK
         return self.kv_pool[block][offset]
 
     def _address(self, seq: Sequence, position: int) -> tuple[int, int]:
         return seq.block_table[position // self.block_size], position % self.block_size
 
     def oldest(self, seq: Sequence) -> int:
-        """The version of the oldest K/V of a running sequence."""
-        return min(self._kv(seq, position).version for position in range(seq.num_computed_tokens))
+        """The version of the oldest K/V that a running sequence holds."""
+        first = seq.num_past_blocks * self.block_size
+        return min(self._kv(seq, position).version for position in range(first, seq.num_computed_tokens))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -127,6 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_bypass=st.sampled_from([3, 1, 0]),
         policy=st.sampled_from([*POLICIES[:1] * 3, *POLICIES]),
         caching=st.sampled_from([True, True, True, False]),
+        window=st.sampled_from([None, None, 5, 3, 2, 9]),
     )
     def build(
         self,
@@ -138,8 +158,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_bypass: int,
         policy: str,
         caching: bool,
+        window: int | None,
     ) -> None:
-        self.policy = policy
+        self.policy, self.window = policy, window
         self.budget, self.max_num_seqs = budget, min(max_num_seqs, budget)
         self.max_model_len, self.max_bypass = max_model_len, max_bypass
         self.pool = BlockPool(num_blocks, block_size)
@@ -151,8 +172,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_bypass=max_bypass,
             policy=policy,
             prefix_caching=caching,
+            window=window,
         )
-        self.device = FakeDevice(block_size)
+        self.device = FakeDevice(block_size, window)
         self.dispatched: deque[tuple[StepPlan, list[int]]] = deque()
         self.live: dict[int, Sequence] = {}
         self.num_added = 0
@@ -204,9 +226,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_one(self, seq: Sequence) -> None:
         num_prompt = len(seq.prompt_token_ids)
         num_kv = min(num_prompt + seq.max_tokens, self.max_model_len) - 1
-        room = (self.pool.num_blocks - 1) * self.pool.block_size
+        num_blocks, block_size = self.pool.num_blocks - 1, self.pool.block_size
+        room = num_blocks * block_size
         if self.policy != "splitfuse":
             room = min(room, self.budget)
+        elif self.window is not None and num_blocks >= -(-(self.window - 1) // block_size) + 1:
+            room = self.max_model_len
         if num_prompt < self.max_model_len and num_kv <= room:
             self.scheduler.add(seq)
             self.live[seq.seq_id] = seq
@@ -322,7 +347,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         filled: set[int] = set()
         for seq, start, num_new_tokens, _ in plan.rows:
             found = seq.block_table[: start // self.pool.block_size]
+            self.happened["slid past"] += bool(seq.num_past_blocks)
             if seq in admitted:
+                self.happened["found the end only"] += bool(seq.num_past_blocks)
                 self.version_at_start[seq.seq_id] = self.device.version
                 assert start == len(found) * self.pool.block_size <= seq.max_cached_tokens
                 assert start == 0 or self.scheduler._cache._enabled
@@ -345,7 +372,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def reference_counts_are_what_the_tables_say(self) -> None:
-        holders = Counter(block for seq in self.live.values() for block in seq.block_table)
+        holders = Counter(block for seq in self.live.values() for block in seq.blocks)
         assert holders == Counter({b: n for b, n in enumerate(self.pool._refcounts) if n})
         free = [*self.pool._empty, *self.pool._cached]
         assert sorted([*free, *holders]) == list(range(1, self.pool.num_blocks))  # each one free or used, none both
@@ -387,6 +414,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.has_work == bool(self.live)
         for seq in self.live.values():
             assert len(seq.block_table) == self.pool.blocks_needed(seq.num_computed_tokens)
+            assert seq.block_table[: seq.num_past_blocks] == [NULL_BLOCK] * seq.num_past_blocks
+            self.happened["outgrew the pool"] += len(seq.block_table) >= self.pool.num_blocks
+            if self.window is None or self.policy != "splitfuse":
+                assert seq.num_past_blocks == 0
+            else:
+                assert len(seq.blocks) <= -(-(self.window + self.budget - 2) // self.pool.block_size) + 1
             assert (seq.slot is None) == (seq.num_computed_tokens == 0)
             assert seq.num_computed_tokens < seq.num_tokens <= self.max_model_len
             assert seq.num_output_tokens <= seq.max_tokens
@@ -427,5 +460,6 @@ def test_every_sequence_ends_with_the_text_it_has_alone() -> None:
     ends = ["ended by stop", "ended by length", "ended by caller", "aborted", "refused"]
     events = ["preempted", "passed", "dead row", "empty plan", "failed"]
     events += ["shared", "found", "found in the same step", "found again", "evicted"]
+    events += ["slid past", "found the end only", "outgrew the pool"]
     # Hypothesis draws on constants of whatever modules are loaded, so the counts differ with what ran before.
     assert {event: happened[event] for event in ends + events if happened[event] < 20} == {}

@@ -17,6 +17,7 @@ def make_scheduler(
     bypass: int = 16,
     policy: str = "splitfuse",
     caching: bool = False,
+    window: int | None = None,
 ) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks, block_size),
@@ -26,6 +27,7 @@ def make_scheduler(
         max_bypass=bypass,
         policy=policy,
         prefix_caching=caching,
+        window=window,
     )
 
 

@@ -12,6 +12,7 @@ from fastgen_jax.models import family
 from fastgen_jax.models.hf_config import first_layers
 from fastgen_jax.plan import MAX_TP
 from fastgen_jax.roofline import Work
+from fastgen_jax.scheduler import widest
 from fastgen_jax.sizing import Sizing
 from fastgen_jax.types import EngineConfig
 
@@ -92,8 +93,13 @@ class Deployment:
             raise ValueError(
                 f"max_model_len={config.max_model_len} is more than the model's {self.max_positions} positions"
             )
-        num_blocks = self.num_blocks(config.block_size)
-        return SimulatedEngine(self.roofline(config), config, num_blocks=num_blocks, max_model_len=self.max_positions)
+        return SimulatedEngine(
+            self.roofline(config),
+            config,
+            num_blocks=self.num_blocks(config.block_size),
+            max_model_len=self.max_positions,
+            window=widest(self.work.windows),
+        )
 
 
 def _costs(hf_config: dict[str, Any], config: Any, gpu: Gpu, tp: int, dtype: str) -> tuple[Work, int]:

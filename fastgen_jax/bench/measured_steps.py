@@ -25,7 +25,7 @@ class StepTable:
     of one token), and prompt_s for each row of a prompt, and pair_s for each of its pairs of a query and a key, where
     fewer queries than tile_tokens cost as many, and step_s, and step_row_s for each row. Between two measured sizes,
     times lie on the line between theirs; below the first they are the first's, and above the last they go on along the
-    last line. Sliding windows are left out of account: every query sees all.
+    last line. Sliding windows are left out of account: every query sees all, and no block is given back before the end.
 
     bucket_s: of a step of one prompt that fills the bucket, prompt_s and the attention to its keys left out.
     row_s: what a step of as many decodes takes beyond the bucket of as many tokens, attention left out.

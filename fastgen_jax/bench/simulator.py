@@ -78,8 +78,19 @@ class SimulatedEngine:
     host_times: seconds of this machine's CPU that the scheduler took for each step.
     """
 
-    def __init__(self, step_model: StepModel, config: SimulatorConfig, *, num_blocks: int, max_model_len: int) -> None:
-        """num_blocks: of the pool, the null block included. max_model_len: what counts if `config` has None."""
+    def __init__(
+        self,
+        step_model: StepModel,
+        config: SimulatorConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        window: int | None = None,
+    ) -> None:
+        """num_blocks: of the pool, the null block included. max_model_len: what counts if `config` has None.
+
+        window: of a model all of whose layers have one, the widest.
+        """
         self.config = config
         self.max_model_len = config.max_model_len or max_model_len
         self._model = step_model
@@ -91,6 +102,7 @@ class SimulatedEngine:
             max_model_len=self.max_model_len,
             policy=config.policy,
             prefix_caching=config.prefix_caching,
+            window=window,
         )
         self._clock = self._device_free = 0.0
         self._pending: _Pending | None = None

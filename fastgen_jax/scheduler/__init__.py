@@ -3,5 +3,6 @@
 from fastgen_jax.scheduler.blocks import BlockPool
 from fastgen_jax.scheduler.sequence import Row, Sequence, StepPlan
 from fastgen_jax.scheduler.splitfuse import Scheduler
+from fastgen_jax.scheduler.window import Window, widest
 
-__all__ = ["BlockPool", "Row", "Scheduler", "Sequence", "StepPlan"]
+__all__ = ["BlockPool", "Row", "Scheduler", "Sequence", "StepPlan", "Window", "widest"]

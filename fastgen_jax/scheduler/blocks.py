@@ -3,12 +3,15 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+NULL_BLOCK = 0
+"""What unused entries of a block table name."""
+
 
 class BlockPool:
     """Which of `num_blocks` blocks of `block_size` tokens are free, and how often each other one is used.
 
-    Block 0 is the null block, which unused entries of a block table name: it is never handed out and counts neither
-    as free nor as used. Every method costs time proportional to the blocks it is given.
+    The null block is never handed out and counts neither as free nor as used. Every method costs time proportional
+    to the blocks it is given.
 
     A block may be registered under a key that says what it holds. Once free, it keeps that, and can be found and
     used again, until it is handed out for something else: blocks that hold nothing go first, then those that have

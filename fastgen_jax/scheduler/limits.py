@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from fastgen_jax.scheduler.blocks import BlockPool
 from fastgen_jax.scheduler.policies import Policy
 from fastgen_jax.scheduler.sequence import Sequence
+from fastgen_jax.scheduler.window import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,12 @@ class Limits:
         num_tokens = len(seq.prompt_token_ids) + seq.max_tokens
         return num_tokens if num_tokens < self.max_model_len else self.max_model_len
 
-    def check(self, seq: Sequence, block_pool: BlockPool, policy: Policy) -> None:
-        """ValueError, naming the numbers, if `seq` could never run."""
+    def needs_another_block(self, seq: Sequence, block_size: int) -> bool:
+        """Whether `seq` may come to need a block that it does not have yet."""
+        return len(seq.block_table) * block_size < self.max_num_tokens(seq) - 1
+
+    def check(self, seq: Sequence, num_blocks: int, window: Window, policy: Policy) -> None:
+        """ValueError, naming the numbers, if `seq` could never run. num_blocks: those that a pool can hand out."""
         if seq.is_finished:
             raise ValueError(f"sequence {seq.seq_id} has ended ({seq.finish_reason}); add a new Sequence")
         num_prompt = len(seq.prompt_token_ids)
@@ -48,12 +52,12 @@ class Limits:
         if seq.max_tokens < 1:
             raise ValueError(f"max_tokens={seq.max_tokens} is out of range; it must be at least 1")
         num_tokens = self.max_num_tokens(seq)
-        needed = block_pool.blocks_needed(num_tokens - 1)  # the last token's K/V is never written
-        if needed > (usable := block_pool.num_blocks - 1):
+        if num_tokens > (longest := window.longest(num_blocks)):
+            needed = window.most_blocks(num_tokens - 1)
             raise ValueError(
                 f"prompt and output may grow to {num_tokens} tokens, which take {needed} blocks of "
-                f"{block_pool.block_size}, but the pool has {usable}: raise num_blocks to {needed + 1}, "
-                f"or keep prompt + max_tokens within {usable * block_pool.block_size + 1}"
+                f"{window.block_size}, but the pool has {num_blocks}: raise num_blocks to {needed + 1}, "
+                f"or keep prompt + max_tokens within {longest}"
             )
         # A preempted sequence is computed anew, its output included.
         if not policy.splits_prompts and num_tokens - 1 > self.max_num_batched_tokens:

@@ -3,8 +3,9 @@
 import hashlib
 from array import array
 
-from fastgen_jax.scheduler.blocks import BlockPool
+from fastgen_jax.scheduler.blocks import NULL_BLOCK, BlockPool
 from fastgen_jax.scheduler.sequence import Sequence
+from fastgen_jax.scheduler.window import Window
 
 KEY_SIZE = 16  # bytes; with 2**32 blocks, two different ones get the same key with probability 2**-65
 
@@ -27,20 +28,34 @@ class PrefixCache:
     just what the key says, before any later step reads it.
     """
 
-    def __init__(self, block_pool: BlockPool, *, enabled: bool) -> None:
+    def __init__(self, block_pool: BlockPool, window: Window, *, enabled: bool) -> None:
         """`enabled`: otherwise it finds nothing and costs nothing."""
         self._block_pool = block_pool
+        self._window = window
         self._enabled = enabled
 
     def find(self, seq: Sequence) -> list[int]:
         """The blocks, some of them free perhaps, that hold `seq`'s first tokens: never the last one, whose logits
-        are to be computed, nor more than `seq.max_cached_tokens`."""
+        are to be computed, nor more than `seq.max_cached_tokens`. The longest such beginning that there is.
+
+        Of those that no token behind them sees, none is looked for and the null block stands for each.
+        """
         if not self._enabled:
             return []
-        limit = min(seq.num_tokens - 1, seq.max_cached_tokens) // self._block_pool.block_size
+        block_size = self._block_pool.block_size
+        stop = min(seq.num_tokens - 1, seq.max_cached_tokens) // block_size
+        while True:
+            num_past = self._window.num_past(stop * block_size)
+            blocks = self._run(seq, num_past, stop)
+            if num_past + len(blocks) == stop:
+                return [NULL_BLOCK] * num_past + blocks
+            stop = num_past + len(blocks)  # any beginning longer than that needs the block that is missing
+
+    def _run(self, seq: Sequence, first: int, stop: int) -> list[int]:
+        """The blocks for `seq`'s [first, stop), up to the first that is nowhere."""
         blocks: list[int] = []
-        while len(blocks) < limit:
-            block = self._block_pool.find(self._key(seq, len(blocks)))
+        for index in range(first, stop):
+            block = self._block_pool.find(self._key(seq, index))
             if block is None:
                 break
             blocks.append(block)

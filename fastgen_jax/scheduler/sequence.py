@@ -19,6 +19,8 @@ class Sequence:
     num_in_flight: sampled tokens that dispatched steps have yet to bring back; 2 at most, between `schedule` of
         a step and `update` of the one before.
     block_table: ids of its KV blocks; token i lives in block_table[i // block_size].
+    num_past_blocks: at the start of its table, those it has given back, for no token to come sees them; each entry
+        is the null block.
     slot: its row in the device's per-sequence arrays while it is running, else None.
     max_cached_tokens: as many of its first tokens may be found in the prefix cache instead of being computed.
     cache_salt: sequences share blocks only if theirs is the same, from 0 to 2**64 - 1: it stands for what
@@ -38,6 +40,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     block_table: list[int] = field(default_factory=list)
+    num_past_blocks: int = 0
     slot: int | None = None
     finish_reason: FinishReason | None = None
     arrival: int = 0
@@ -67,6 +70,11 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def blocks(self) -> list[int]:
+        """The KV blocks that it holds: those of its table which it has not given back."""
+        return self.block_table[self.num_past_blocks :]
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens [start, stop) of prompt + output; tokens in flight are not there yet."""

@@ -9,6 +9,7 @@ from fastgen_jax.scheduler.policies import get_policy
 from fastgen_jax.scheduler.prefix_cache import PrefixCache
 from fastgen_jax.scheduler.sequence import Row, Sequence, Step, StepPlan
 from fastgen_jax.scheduler.waiting import WaitingQueue
+from fastgen_jax.scheduler.window import Window
 from fastgen_jax.types import FinishReason
 
 LOOKAHEAD = 8  # sequences behind a blocked one that a step looks at: its cost may not grow with the queue
@@ -25,7 +26,8 @@ class Scheduler:
     A plan that is not run leaves tokens that count as computed and are not: `abort` all, and `forget_cache`.
 
     That is policy "splitfuse"; `fastgen_jax.scheduler.policies` has others, which fill steps differently. With
-    prefix_caching, sequences that begin alike share blocks (`PrefixCache`).
+    prefix_caching, sequences that begin alike share blocks (`PrefixCache`). With a window, the most that any layer
+    sees, a sequence gives back the blocks that it has slid past, when it next asks for some (`Window`).
 
     Rank: higher priority first, then earlier arrival.
 
@@ -51,10 +53,12 @@ class Scheduler:
         max_bypass: int = 16,
         policy: str = "splitfuse",
         prefix_caching: bool = False,
+        window: int | None = None,
     ) -> None:
         self.block_pool = block_pool
         self._policy = get_policy(policy)
-        self._cache = PrefixCache(block_pool, enabled=prefix_caching)
+        self._window = Window.under(self._policy.name, window, block_pool.block_size)
+        self._cache = PrefixCache(block_pool, self._window, enabled=prefix_caching)
         self._limits = Limits(max_num_batched_tokens, max_num_seqs, max_model_len, max_bypass)
         self._sequences: dict[int, Sequence] = {}  # every unfinished one
         self._running: list[Sequence] = []  # those with a slot, best-ranked first
@@ -136,7 +140,7 @@ class Scheduler:
         """ValueError, naming the numbers, if `seq` could never run here; nothing changes."""
         if seq.seq_id in self._sequences:
             raise ValueError(f"seq_id={seq.seq_id} is in use; an unfinished sequence needs its own id")
-        self._limits.check(seq, self.block_pool, self._policy)
+        self._limits.check(seq, self.block_pool.num_blocks - 1, self._window, self._policy)
 
     def forget_cache(self) -> None:
         """Have no sequence share what has been computed so far, nor what those that run go on to compute."""
@@ -176,6 +180,7 @@ class Scheduler:
 
     def plan_begun(self, seq: Sequence, step: Step) -> None:
         """Plan the next chunk of a begun prompt, as far as tokens and blocks last."""
+        self._window.give_back(seq, self.block_pool)
         num_blocks = len(seq.block_table) + max(0, self.block_pool.num_free - step.reserve)
         room = num_blocks * self.block_pool.block_size - seq.num_computed_tokens
         num_new_tokens = min(seq.num_uncomputed_tokens, step.budget, room)
@@ -205,7 +210,7 @@ class Scheduler:
 
     def decode_reserve(self) -> int:
         """How many running sequences will need another block before they end."""
-        return sum(map(self._needs_another_block, self._running))
+        return sum(self._limits.needs_another_block(seq, self.block_pool.block_size) for seq in self._running)
 
     def _has_room(self, step: Step) -> bool:
         """Whether there is a slot, a token and a block for one more sequence."""
@@ -216,18 +221,21 @@ class Scheduler:
         if seq.num_in_flight:  # the token that a preempted sequence has in flight is part of what it computes anew
             return False
         pool = self.block_pool
-        found = self._cache.find(seq)
-        num_cached = len(found) * pool.block_size
-        num_new_tokens = min(seq.num_tokens - num_cached, step.budget)
+        table = self._cache.find(seq)
+        num_cached = len(table) * pool.block_size
+        num_past = self._window.num_past(num_cached)
+        found = table[num_past:]
+        most = (num_past + pool.num_blocks - 1) * pool.block_size - num_cached  # what an empty pool holds beside them
+        num_new_tokens = min(seq.num_tokens - num_cached, step.budget, most)
         if num_cached + num_new_tokens < seq.num_tokens and not self._policy.splits_prompts:
             return False
-        missing = pool.blocks_needed(num_cached + num_new_tokens) - len(found)
+        missing = pool.blocks_needed(num_cached + num_new_tokens) - len(table)
         if missing + sum(map(pool.is_free, found)) > pool.num_free - step.reserve:
             return False
         pool.share(found)
-        seq.block_table = found
+        seq.block_table, seq.num_past_blocks = table, num_past
         seq.num_computed_tokens = num_cached
-        seq.num_registered_blocks, seq.fills_cache = len(found), True
+        seq.num_registered_blocks, seq.fills_cache = len(table), True
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = num_cached
         seq.slot = self._free_slots.pop()
@@ -244,14 +252,12 @@ class Scheduler:
         self._cache.register(seq)
         if samples:
             seq.num_in_flight += 1
-            step.reserve += self._needs_another_block(seq)
-
-    def _needs_another_block(self, seq: Sequence) -> bool:
-        return len(seq.block_table) * self.block_pool.block_size < self._limits.max_num_tokens(seq) - 1
+            step.reserve += self._limits.needs_another_block(seq, self.block_pool.block_size)
 
     def _claim(self, seq: Sequence, num_new_tokens: int, reserve: int = 0) -> bool:
         """Give `seq` the blocks for its next tokens if `reserve` stay free; say whether it has them."""
         pool = self.block_pool
+        self._window.give_back(seq, pool)
         missing = pool.blocks_needed(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
         blocks = pool.allocate(missing) if missing <= max(0, pool.num_free - reserve) else None
         if blocks is None:
@@ -279,8 +285,8 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         """Take back the blocks and the slot of a sequence that is leaving `_running`."""
         assert seq.slot is not None
-        self.block_pool.free(seq.block_table)
-        seq.block_table = []
+        self.block_pool.free(seq.blocks)
+        seq.block_table, seq.num_past_blocks = [], 0
         self._free_slots.append(seq.slot)
         seq.slot = None
 

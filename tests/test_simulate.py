@@ -335,6 +335,18 @@ def test_deployments_by_their_published_sizes():
     assert seven.num_blocks(64) == (int(84_942_979_072 * 0.9) - 2 * 6_738_415_616 - 2**30) // (64 * 524_288)
 
 
+@pytest.mark.parametrize(
+    ("model", "size", "layers"),
+    [("gpt2", 124_439_808, 12), ("smollm3-3b", 3_075_098_624, 36), ("exaone3.5-7.8b-instruct", 7_818_448_896, 32)],
+)
+def test_models_whose_layers_are_told_otherwise_are_cut_to_their_first_layers(model, size, layers):
+    """By other names, or one by one; in a text_config."""
+    deployment = Deployment.of(model, GPUS["h200"])
+    assert (deployment.weights_bytes, len(deployment.work.windows)) == (2 * size, layers)
+    gemma3 = Deployment.of("gemma3-4b", GPUS["h200"])
+    assert (len(gemma3.work.windows), gemma3.max_positions) == (34, 131072)
+
+
 # Mistakes
 
 CHEAP = ["--model", "llama2-7b", "--gpu", "h100"]

@@ -11,8 +11,15 @@ Model = llama.Model
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     fields = HFConfig(hf)
+    config = read_config(fields)
+    fields.finish()
+    return config
+
+
+def read_config(fields: HFConfig) -> llama.Config:
+    """What the Granites read alike; the caller calls `finish`."""
     bias = fields.take("attention_bias", False)
-    config = llama.read_config(
+    return llama.read_config(
         fields,
         windows=(None,) * fields.count("num_hidden_layers"),
         attention_scale=fields.take("attention_multiplier", 1.0),
@@ -23,5 +30,3 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
         out_bias=bias,
         mlp_bias=fields.take("mlp_bias", False),
     )
-    fields.finish()
-    return config

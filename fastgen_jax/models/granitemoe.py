@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastgen_jax.models import granite, llama
+from fastgen_jax.models.hf_config import HFConfig
 from fastgen_jax.models.layout import Layout
 from fastgen_jax.models.moe import Mixture
 
@@ -12,10 +13,16 @@ Model = llama.Model
 
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
-    hf = dict(hf)
-    experts, top_k = hf.pop("num_local_experts", 8), hf.pop("num_experts_per_tok", 2)
-    config = granite.from_hf(hf)
-    return replace(config, mixture=Mixture(experts, top_k, config.intermediate_size, normalise=True))
+    fields = HFConfig(hf)
+    config = granite.read_config(fields)
+    mixture = Mixture(
+        num_experts=fields.count("num_local_experts", 8),
+        top_k=fields.count("num_experts_per_tok", 2),
+        hidden=config.intermediate_size,
+        normalise=True,
+    )
+    fields.finish()
+    return replace(config, mixture=mixture)
 
 
 def layout(config: llama.Config) -> Layout:

@@ -4,13 +4,14 @@ F outputs, E inputs, G groups of inputs that share a scale: E / G of them, one a
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
+
+from fastgen_jax.kernels import mixed_xla
 
 KINDS = ("int8", "int4", "fp8")
 """What a value is stored as: a signed integer, or a float of 4 exponent and 3 mantissa bits (OCP FP8, arXiv
@@ -67,12 +68,7 @@ def dequantize(matrix: QuantizedMatrix, dtype: DTypeLike) -> Array:
     return (values * matrix.scales[:, :, None].astype(jnp.float32)).reshape(f, e).astype(dtype)
 
 
-def quantized_matmul(x: Array, weight: QuantizedMatrix, *, out_dtype: Any = None) -> Array:
-    """x [T, E] times weight [F, E], -> [T, F]."""
-    return jnp.einsum(
-        "te,fe->tf",
-        x,
-        dequantize(weight, x.dtype),
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=out_dtype,
-    )
+def quantized_matmul(x: Array, weight: QuantizedMatrix, *, out_dtype: DTypeLike | None = None) -> Array:
+    """x [T, E] times weight [F, E], -> [T, F] in `out_dtype`, x's if None."""
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    return mixed_xla.product(x, weight.values, weight.scales, weight.zeros, kind=weight.kind, out_dtype=out_dtype)

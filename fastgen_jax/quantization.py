@@ -3,7 +3,8 @@
 F outputs, E inputs, G groups of inputs that share a scale: E / G of them, one after the other.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from fastgen_jax.kernels import mixed_xla
+from fastgen_jax.kernels.mixed import Chip, product
 
 KINDS = ("int8", "int4", "fp8")
 """What a value is stored as: a signed integer, or a float of 4 exponent and 3 mantissa bits (OCP FP8, arXiv
@@ -30,6 +31,7 @@ class QuantizedMatrix:
     scales: Array
     zeros: Array | None
     kind: str = field(metadata={"static": True})
+    chip: Chip | None = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,6 +71,22 @@ def dequantize(matrix: QuantizedMatrix, dtype: DTypeLike) -> Array:
 
 
 def quantized_matmul(x: Array, weight: QuantizedMatrix, *, out_dtype: DTypeLike | None = None) -> Array:
-    """x [T, E] times weight [F, E], -> [T, F] in `out_dtype`, x's if None."""
-    out_dtype = x.dtype if out_dtype is None else out_dtype
-    return mixed_xla.product(x, weight.values, weight.scales, weight.zeros, kind=weight.kind, out_dtype=out_dtype)
+    """x [T, E] times weight [F, E], -> [T, F] in `out_dtype`, x's if None; sums are in float32."""
+    return product(
+        x,
+        weight.values,
+        weight.scales,
+        weight.zeros,
+        kind=weight.kind,
+        chip=weight.chip,
+        out_dtype=x.dtype if out_dtype is None else out_dtype,
+    )
+
+
+def on_chip(params: Any, chip: Chip | None) -> Any:
+    """A tree whose quantised matrices know that they are multiplied on `chip`."""
+    return jax.tree.map(
+        lambda leaf: replace(leaf, chip=chip) if isinstance(leaf, QuantizedMatrix) else leaf,
+        params,
+        is_leaf=lambda node: isinstance(node, QuantizedMatrix),
+    )

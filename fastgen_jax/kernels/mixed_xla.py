@@ -20,13 +20,16 @@ GPU_BLOCK = 2**22
 """The same for a GPU: 8 MiB of bfloat16, in an L2 cache of 40 MiB or more."""
 
 
-def product(x: Array, values: Array, scales: Array, zeros: Array | None, *, kind: str, out_dtype: Any) -> Array:
-    """x [T, E] times a weight [F, E], -> [T, F] in `out_dtype`. Sums are in float32."""
-    cpu, gpu = (partial(on, kind=kind) for on in (_on_cpu, _on_gpu))
-    return lax.platform_dependent(x, values, scales, zeros, cpu=cpu, default=gpu).astype(out_dtype)
+def product(x: Array, values: Array, scales: Array, zeros: Array | None, *, kind: str, fuses: bool = True) -> Array:
+    """x [T, E] times a weight [F, E], -> float32 [T, F].
+
+    fuses: whether the GPU, if this is for one, can convert such values within a matmul.
+    """
+    cpu, gpu = partial(_on_cpu, kind=kind), partial(_on_gpu, kind=kind, fuses=fuses)
+    return lax.platform_dependent(x, values, scales, zeros, cpu=cpu, default=gpu)
 
 
-def _on_gpu(x: Array, values: Array, scales: Array, zeros: Array | None, *, kind: str) -> Array:
+def _on_gpu(x: Array, values: Array, scales: Array, zeros: Array | None, *, kind: str, fuses: bool = True) -> Array:
     """Values are converted within the matmul, and scales and zeros come to what it leaves: float32 [T, F].
 
     XLA fuses a conversion into a matmul, but neither a subtraction nor a product with scales. So each group is a matmul
@@ -40,7 +43,7 @@ def _on_gpu(x: Array, values: Array, scales: Array, zeros: Array | None, *, kind
     def weight(values: Array) -> Array:
         return _whole(kind, values, x.dtype).reshape(-1, num_groups, x3.shape[2])
 
-    if num_groups == 1 or 2 * num_tokens < x3.shape[2]:
+    if fuses and (num_groups == 1 or 2 * num_tokens < x3.shape[2]):
         y = _dot("tgi,fgi->gtf", x3, weight(values))
         if zeros is not None:
             sums = jnp.sum(x3, axis=2, dtype=jnp.float32)

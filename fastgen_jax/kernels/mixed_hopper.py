@@ -211,6 +211,7 @@ def kernel(c: Config, x, values, scales, out, values_s, x_s, ready, consumed) ->
 
                 sums = pl.run_scoped(dot, plgpu.ACC((ROWS, c.tokens), jnp.float32))
                 acc = acc + sums * lax.broadcast_in_dim(by[g], sums.shape, [0])
+            plgpu.commit_smem()  # what was loaded from it, before the next copy overwrites it
             plgpu.barrier_arrive(consumed.at[slot])
             return acc
 

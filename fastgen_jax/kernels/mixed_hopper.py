@@ -2,8 +2,8 @@
 
 T tokens, F outputs, E inputs, G groups of E / G inputs that share a scale. A thread block computes 128 outputs, or 64,
 of up to 128 tokens, over some of the inputs: outputs are wgmma's M, so that its smallest M of 64 wastes nothing on a
-few tokens, which are its N. One warpgroup only issues TMA copies of 128 inputs at a time, several stages ahead. Each of
-the others has 64 outputs: it reads their values into registers, converts them to bfloat16, which is exact, and
+few tokens, which are its N. One warpgroup only issues TMA copies, of 128 inputs at a time, or 64, several stages ahead.
+Each of the others has 64 outputs: it reads their values into registers, converts them to bfloat16, which is exact, and
 multiplies them, from there, with the activations in shared memory. The scales come to each group's sums.
 
 Where outputs and tokens are too few for all multiprocessors, inputs are split; XLA adds up what the splits leave.
@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 ROWS = 64
 """Outputs of a warpgroup."""
 
-INPUTS = 128
-"""Inputs of a stage."""
+INPUTS = (128, 64)
+"""Inputs of a stage: the first that divides a weight's."""
 
 MAX_TOKENS = 128
 """Tokens of a thread block: two accumulators of 64 registers a thread, all sums and a group's."""
@@ -45,12 +45,14 @@ VALUES = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
 class Config:
     """One compiled variant.
 
-    group: inputs that share a scale. tokens: of a thread block, a multiple of 8. num_warpgroups: of those that compute.
-    splits: into which the inputs are cut, each of `stages_of_a_split` stages but for the last.
+    group: inputs that share a scale. inputs: of a stage. tokens: of a thread block, a multiple of 8.
+    num_warpgroups: of those that compute. splits: into which the inputs are cut, each of `stages_of_a_split` stages
+    but for the last.
     """
 
     kind: str
     group: int
+    inputs: int
     tokens: int
     num_warpgroups: int
     num_stages: int
@@ -64,7 +66,7 @@ class Config:
 
     @property
     def groups_of_a_stage(self) -> int:
-        return max(INPUTS // self.group, 1)
+        return max(self.inputs // self.group, 1)
 
     @property
     def columns(self) -> int:
@@ -76,40 +78,50 @@ def supported(kind: str, num_outputs: int, num_inputs: int, num_groups: int, dty
     """None if the kernel can run this, else the reason why not."""
     if jnp.dtype(dtype).name != "bfloat16":
         return f"it multiplies in bfloat16, and activations are {jnp.dtype(dtype).name}"
-    if num_outputs % ROWS or num_inputs % INPUTS:
-        return f"[{num_outputs}, {num_inputs}] is not a multiple of [{ROWS}, {INPUTS}]"
-    group = num_inputs // num_groups
-    if group not in (32, 64) and group % INPUTS:
-        return f"{group} inputs share a scale, and it takes 32, 64 or a multiple of {INPUTS}"
+    if num_outputs % ROWS or num_inputs % INPUTS[-1]:
+        return f"[{num_outputs}, {num_inputs}] is not a multiple of [{ROWS}, {INPUTS[-1]}]"
+    group, inputs = num_inputs // num_groups, _inputs(num_inputs)
+    if group not in (32, 64) and group % inputs:
+        return f"{group} of {num_inputs} inputs share a scale, and it takes 32, 64 or a multiple of {inputs}"
     return None
+
+
+def _inputs(num_inputs: int) -> int:
+    return next(inputs for inputs in INPUTS if num_inputs % inputs == 0)
 
 
 def config(kind: str, num_tokens: int, num_outputs: int, num_inputs: int, num_groups: int, *, num_sms: int) -> Config:
     """The variant for a shape. Inputs are cut into as many splits as take least time, by what there is to read."""
     num_warpgroups = 2 if num_outputs % (2 * ROWS) == 0 else 1
-    rows, group = num_warpgroups * ROWS, num_inputs // num_groups
+    rows, group, inputs = num_warpgroups * ROWS, num_inputs // num_groups, _inputs(num_inputs)
     tokens = min(-(-num_tokens // 8) * 8, MAX_TOKENS if group > 32 else MAX_TOKENS // 2)
     num_blocks = num_outputs // rows * -(-num_tokens // tokens)
-    blocks_per_sm = 2 if tokens <= (16 if group >= INPUTS else 8) else 1  # of at most 80 registers a thread
-    num_stages = num_inputs // INPUTS
-    stage_bytes = INPUTS * (rows * (4 if kind == "int4" else 8) // 8 + 2 * tokens)
+    per_sm = blocks_per_sm(group, tokens)
+    num_stages = num_inputs // inputs
+    stage_bytes = inputs * (rows * (4 if kind == "int4" else 8) // 8 + 2 * tokens)
     sums_bytes = 2 * 4 * rows * tokens  # written, and read to be added up
 
     def time(splits: int) -> int:
         """In bytes that a multiprocessor reads."""
-        waves = -(-num_blocks * splits // (num_sms * blocks_per_sm)) * blocks_per_sm
+        waves = -(-num_blocks * splits // (num_sms * per_sm)) * per_sm
         return waves * (-(-num_stages // splits) * stage_bytes + sums_bytes + START_BYTES)
 
     stages_of_a_split = -(-num_stages // min(range(1, num_stages + 1), key=time))
     return Config(
         kind=kind,
         group=group,
+        inputs=inputs,
         tokens=tokens,
         num_warpgroups=num_warpgroups,
-        num_stages=min(MAX_STAGES, stages_of_a_split, SMEM_BYTES // blocks_per_sm // stage_bytes),
+        num_stages=min(MAX_STAGES, stages_of_a_split, SMEM_BYTES // per_sm // stage_bytes),
         splits=-(-num_stages // stages_of_a_split),
         stages_of_a_split=stages_of_a_split,
     )
+
+
+def blocks_per_sm(group: int, tokens: int) -> int:
+    """Two where a thread takes at most 80 registers."""
+    return 2 if tokens <= (16 if group >= 128 else 8) else 1
 
 
 def product(x: Array, values: Array, scales: Array, *, kind: str, num_sms: int, interpret: Any = None) -> Array:
@@ -142,12 +154,12 @@ def scratch_types(c: Config) -> list[Any]:
     bits = 4 if c.kind == "int4" else 8
     return [
         plgpu.SMEM(
-            (c.num_stages, c.rows, INPUTS),
+            (c.num_stages, c.rows, c.inputs),
             VALUES[c.kind],
-            transforms=(plgpu.TilingTransform((8, INPUTS)), plgpu.SwizzleTransform(INPUTS * bits // 8)),
+            transforms=(plgpu.TilingTransform((8, c.inputs)), plgpu.SwizzleTransform(c.inputs * bits // 8)),
         ),
         plgpu.SMEM(
-            (c.num_stages, c.tokens, INPUTS),
+            (c.num_stages, c.tokens, c.inputs),
             jnp.bfloat16,
             transforms=(plgpu.TilingTransform((8, c.columns)), plgpu.SwizzleTransform(2 * c.columns)),
         ),
@@ -163,7 +175,7 @@ def kernel(c: Config, x, values, scales, out, values_s, x_s, ready, consumed) ->
     first_output = lax.axis_index("outputs") * c.rows
     first_token = lax.axis_index("tokens") * c.tokens
     first_stage = split * c.stages_of_a_split
-    num_stages = jnp.minimum(x.shape[1] // INPUTS - first_stage, c.stages_of_a_split)
+    num_stages = jnp.minimum(x.shape[1] // c.inputs - first_stage, c.stages_of_a_split)
 
     more_registers = c.num_warpgroups == 2 and c.tokens > FEW_TOKENS
 
@@ -179,7 +191,7 @@ def kernel(c: Config, x, values, scales, out, values_s, x_s, ready, consumed) ->
             def _wait_for_room() -> None:
                 plgpu.barrier_wait(consumed.at[slot])
 
-            inputs = pl.ds((first_stage + i) * INPUTS, INPUTS)
+            inputs = pl.ds((first_stage + i) * c.inputs, c.inputs)
             plgpu.copy_gmem_to_smem(values.at[pl.ds(first_output, c.rows), inputs], values_s.at[slot], ready.at[slot])
             plgpu.copy_gmem_to_smem(x.at[pl.ds(first_token, c.tokens), inputs], x_s.at[slot], ready.at[slot])
 
@@ -193,14 +205,14 @@ def kernel(c: Config, x, values, scales, out, values_s, x_s, ready, consumed) ->
 
         def stage(i: Array, acc: Array) -> Array:
             slot = lax.rem(i, c.num_stages)
-            first_group = lax.div((first_stage + i) * INPUTS, c.group)
+            first_group = lax.div((first_stage + i) * c.inputs, c.group)
             by = [
                 plgpu.load(scales.at[outputs, first_group + g], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                 for g in range(c.groups_of_a_stage)
             ]
             plgpu.barrier_wait(ready.at[slot])
             weight = converted(c, values_s.at[slot, pl.ds(wg * ROWS, ROWS)])
-            width = INPUTS // c.groups_of_a_stage
+            width = c.inputs // c.groups_of_a_stage
             for g in range(c.groups_of_a_stage):
                 columns = pl.ds(g * width, width)
                 part = lax.slice(weight, (0, g * width), (ROWS, (g + 1) * width))
@@ -221,7 +233,7 @@ def kernel(c: Config, x, values, scales, out, values_s, x_s, ready, consumed) ->
 
 
 def converted(c: Config, values: Any) -> Array:
-    """Values [64, 128] of shared memory in registers, bfloat16, as wgmma takes them."""
+    """Values [64, inputs] of shared memory in registers, bfloat16, as wgmma takes them."""
     if c.kind == "int4":
         loaded = plgpu.layout_cast(plgpu.load(values, layout=plgpu.Layout.WGMMA_UPCAST_4X), plgpu.Layout.WGMMA)
         return loaded.astype(jnp.bfloat16)

@@ -3,7 +3,7 @@
 F outputs, E inputs, G groups of inputs that share a scale: E / G of them, one after the other.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
+
+from fastgen_jax.kernels.mixed import Chip, product
 
 KINDS = ("int8", "int4", "fp8")
 """What a value is stored as: a signed integer, or a float of 4 exponent and 3 mantissa bits (OCP FP8, arXiv
@@ -29,6 +31,7 @@ class QuantizedMatrix:
     scales: Array
     zeros: Array | None
     kind: str = field(metadata={"static": True})
+    chip: Chip | None = field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,12 +70,23 @@ def dequantize(matrix: QuantizedMatrix, dtype: DTypeLike) -> Array:
     return (values * matrix.scales[:, :, None].astype(jnp.float32)).reshape(f, e).astype(dtype)
 
 
-def quantized_matmul(x: Array, weight: QuantizedMatrix, *, out_dtype: Any = None) -> Array:
-    """x [T, E] times weight [F, E], -> [T, F]."""
-    return jnp.einsum(
-        "te,fe->tf",
+def quantized_matmul(x: Array, weight: QuantizedMatrix, *, out_dtype: DTypeLike | None = None) -> Array:
+    """x [T, E] times weight [F, E], -> [T, F] in `out_dtype`, x's if None; sums are in float32."""
+    return product(
         x,
-        dequantize(weight, x.dtype),
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=out_dtype,
+        weight.values,
+        weight.scales,
+        weight.zeros,
+        kind=weight.kind,
+        chip=weight.chip,
+        out_dtype=x.dtype if out_dtype is None else out_dtype,
+    )
+
+
+def on_chip(params: Any, chip: Chip | None) -> Any:
+    """A tree whose quantised matrices know that they are multiplied on `chip`."""
+    return jax.tree.map(
+        lambda leaf: replace(leaf, chip=chip) if isinstance(leaf, QuantizedMatrix) else leaf,
+        params,
+        is_leaf=lambda node: isinstance(node, QuantizedMatrix),
     )

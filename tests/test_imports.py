@@ -37,7 +37,7 @@ RULES = {
     "peers": set(),
     "models": {"jax", "numpy", "flax"}
     | {f"fastgen_jax.{name}" for name in ("kernels", "kv_pool", "batch", "sharding", "quantization")},
-    "quantization": {"jax", "numpy"},
+    "quantization": {"jax", "numpy", "fastgen_jax.kernels"},
     "sampling": {"jax", "numpy", "fastgen_jax.types", "fastgen_jax.sampling_state"},
     "sampling_state": {"jax", "numpy", "fastgen_jax.types"},
 }

@@ -1,0 +1,75 @@
+"""Time products with quantised weights on this CPU against those with bfloat16 ones; print a markdown table.
+
+`python scripts/bench_quantized_matmul.py`
+
+Each cell is the median of the ratios of two calls, one after the other: the time with the quantised weight over the
+time with the bfloat16 one, below 1 where quantised is faster. The products take turns, and a weight that is read has
+been pushed out of the caches by those before it only where they are larger than these. `--by` takes another baseline:
+"float32", the same weight in float32 and activations too.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fastgen_jax.models.layers import matmul
+from fastgen_jax.quantization import KINDS, QuantizedMatrix, pack
+
+# Outputs and inputs: of SmolLM2-135M, of SmolLM2-360M's MLP, and of models of 1B.
+SHAPES = [(576, 576), (3072, 576), (576, 1536), (5120, 960), (960, 2560), (2048, 2048), (8192, 2048), (2048, 8192)]
+GROUP = 64
+
+
+def quantized(kind: str, shape: tuple[int, int], num_groups: int) -> QuantizedMatrix:
+    rng = np.random.default_rng(0)
+    if kind == "fp8":
+        values = rng.standard_normal(shape).astype(jnp.float8_e4m3fn)
+    else:
+        values = rng.integers(*{"int8": (-127, 128), "int4": (-8, 8)}[kind], shape).astype(np.int8)
+    scales = rng.uniform(0.5, 1, (shape[0], num_groups)).astype(np.float32)
+    return QuantizedMatrix(jnp.asarray(pack(kind, values)), jnp.asarray(scales), None, kind)
+
+
+def seconds(product: Callable[..., Any], *args: Any) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(product(*args))
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 32])
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--by", choices=("bfloat16", "float32"), default="bfloat16")
+    args = parser.parse_args()
+    product = jax.jit(matmul)
+    variants = [(kind, grouped) for grouped in (False, True) for kind in KINDS]
+    names = [f"{kind}{f', groups of {GROUP}' if grouped else ''}" for kind, grouped in variants]
+    print("| T | outputs x inputs | " + f"{args.by} us | " + " | ".join(names) + " |")
+    print("|---|---|" + "---:|" * (len(names) + 1))
+    for num_tokens in args.tokens:
+        for shape in SHAPES:
+            rng = np.random.default_rng(1)
+            x = jnp.asarray(rng.standard_normal((num_tokens, shape[1])), args.by)
+            plain = jnp.asarray(rng.standard_normal(shape), args.by)
+            weights = [quantized(kind, shape, shape[1] // GROUP if grouped else 1) for kind, grouped in variants]
+            for weight in (plain, *weights):
+                jax.block_until_ready(product(x, weight))
+            ratios: list[list[float]] = [[] for _ in weights]
+            times = []
+            for _ in range(args.repeats):
+                for weight, found in zip(weights, ratios, strict=True):
+                    times.append(seconds(product, x, plain))
+                    found.append(seconds(product, x, weight) / times[-1])
+            cells = [f"{statistics.median(times) * 1e6:.0f}", *(f"{statistics.median(found):.2f}" for found in ratios)]
+            print(f"| {num_tokens} | {shape[0]} x {shape[1]} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -39,6 +39,7 @@ CONFIG_FLAGS = (
     "block_size",
     "gpu_memory_utilization",
     "backend",
+    "quantization",
 )
 """Fields of `EngineConfig` that change a plan."""
 

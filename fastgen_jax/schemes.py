@@ -63,16 +63,24 @@ def on_load(kind: str, inputs: int, dtype: DTypeLike) -> Scheme:
     return Scheme(kind, group, zeros=True, scale_dtype=jnp.dtype(dtype).name)
 
 
-def check_cut(scheme: Scheme, name: str, inputs: int, local: int) -> None:
-    """ValueError unless a device's `local` of a matrix's inputs are whole groups."""
-    if scheme.group is None or local % scheme.group == 0:
-        return
-    groups = inputs // scheme.group
-    valid = ", ".join(str(n) for n in range(1, groups + 1) if groups % n == 0)
-    raise ValueError(
-        f"tensor_parallel={inputs // local} cuts the {inputs} inputs of {name!r} within groups of {scheme.group}; "
-        f"by these it can be {valid}"
-    )
+def check_cuts(matrices: Mapping[str, tuple[Scheme, int, int]]) -> None:
+    """ValueError, with the numbers of devices that would do, unless each has whole groups of the inputs that are cut.
+
+    matrices: by name, the scheme, the inputs, and those that one device has.
+    """
+    cut = {
+        name: (scheme.group, inputs, local)
+        for name, (scheme, inputs, local) in matrices.items()
+        if scheme.group is not None and local != inputs
+    }
+    for name, (group, inputs, local) in cut.items():
+        if local % group:
+            groups = [inputs // group for group, inputs, _ in cut.values()]
+            valid = ", ".join(str(n) for n in range(1, min(groups) + 1) if not any(count % n for count in groups))
+            raise ValueError(
+                f"tensor_parallel={inputs // local} cuts the {inputs} inputs of {name!r} within groups of {group}; "
+                f"for whole groups it can be {valid}"
+            )
 
 
 def projections(shapes: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[Path, tuple[int, int]]:

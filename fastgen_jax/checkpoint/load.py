@@ -14,7 +14,7 @@ from fastgen_jax.checkpoint.formats import read_format
 from fastgen_jax.checkpoint.host_matrix import HostMatrix, QuantizedSource, quantize_into
 from fastgen_jax.checkpoint.source import Region, TensorSource, aligned_empty
 from fastgen_jax.progress import bar
-from fastgen_jax.schemes import Path, Scheme, check_cut, projections
+from fastgen_jax.schemes import Path, Scheme, check_cuts, projections
 from fastgen_jax.sharding import Shards, piece
 
 # The last key of a leaf's path -> the last part of its tensor's name.
@@ -119,7 +119,9 @@ def planned_schemes(
     candidates = projections(shapes, axes)
     if "lm_head" in shapes:
         candidates["lm_head", "weight"] = shapes["lm_head"]["weight"].shape
-    axes_of, found = traverse_util.flatten_dict(dict(axes)), {}
+    axes_of = traverse_util.flatten_dict(dict(axes))
+    found: dict[Path, Scheme] = {}
+    matrices: dict[str, tuple[Scheme, int, int]] = {}
     for path, shape in candidates.items():
         _, inputs = shards.shape(shape, axes_of[path])
         names = [part.tensor for part in _parts(path, shape, fused)]
@@ -127,8 +129,8 @@ def planned_schemes(
         if len(schemes) > 1:
             raise ValueError(f"{' and '.join(map(repr, names))} make up one matrix and are not quantised alike")
         if (scheme := schemes.pop()) is not None:
-            check_cut(scheme, names[0], inputs, shape[1])
-            found[path] = scheme
+            found[path], matrices[names[0]] = scheme, (scheme, inputs, shape[1])
+    check_cuts(matrices)
     return found
 
 
@@ -203,9 +205,12 @@ def _stored_schemes(
     if not isinstance(source, QuantizedSource):
         return {}
     local = traverse_util.flatten_dict(dict(cut.shapes)) if cut else leaves
-    found = {}
+    found: dict[Path, Scheme] = {}
+    names: dict[Path, str] = {}
     for path, parts in plan.items():
-        schemes = {source.scheme(stored[part.tensor]): stored[part.tensor] for part in parts}
+        schemes: dict[Scheme | None, str] = {}
+        for part in parts:
+            schemes.setdefault(source.scheme(stored[part.tensor]), stored[part.tensor])
         scheme, name = next(iter(schemes.items()))
         if set(schemes) == {None}:
             continue
@@ -214,8 +219,8 @@ def _stored_schemes(
         if len(schemes) > 1 or scheme is None:
             one, other, *_ = schemes.values()
             raise ValueError(f"tensors {one!r} and {other!r} make up one matrix and are not quantised alike")
-        check_cut(scheme, name, leaves[path].shape[1], local[path].shape[1])
-        found[path] = scheme
+        found[path], names[path] = scheme, name
+    check_cuts({names[path]: (found[path], leaves[path].shape[1], local[path].shape[1]) for path in found})
     return found
 
 

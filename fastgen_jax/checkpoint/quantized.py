@@ -41,9 +41,7 @@ def check_quantization(quantization: str | None, hf_config: dict[str, Any], mode
         )
     how = quantization or (method(config) if config else None)
     if how is not None and getattr(model_config, "mixture", None) is not None:
-        raise ValueError(
-            f"a mixture of experts cannot be quantised ({how}): its experts are kept in 16 or 32 bits only"
-        )
+        raise ValueError(f"a mixture of experts cannot be quantised ({how}); its experts are held in 16 or 32 bits")
 
 
 class QuantizedTensors:

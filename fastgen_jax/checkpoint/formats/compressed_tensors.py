@@ -187,7 +187,7 @@ def _weights(fields: HFConfig, name: str, group: Mapping[str, Any]) -> Weights:
     kind = _KINDS.get((str(given.take("type", "int")), given.take("num_bits", 8)))
     if kind is None or group.get("weights") is None:
         raise ValueError(
-            f"{of} has weights {group.get('weights')!r:.120}; supported are int of 4 or 8 bits, float of 8"
+            f"{of} has weights {group.get('weights')!r:.120}; it can have int of 4 or 8 bits, or float of 8"
         )
     size, block = given.take("group_size"), given.take("block_structure")
     strategy = given.take("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")

@@ -23,6 +23,8 @@ def method(config: Mapping[str, Any]) -> str:
 
 def read_format(config: Mapping[str, Any]) -> Format:
     """From a `quantization_config`; ValueError, one sentence, for what is not understood."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"quantization_config is {config!r:.80}; it must be an object")
     name = method(config)
     if name not in FORMATS:
         raise ValueError(

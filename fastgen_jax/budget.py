@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 
 from fastgen_jax.machine import cpu_model
+from fastgen_jax.params import quantization
 from fastgen_jax.progress import bar
 from fastgen_jax.runner import ModelRunner
 from fastgen_jax.step_times import Steps
@@ -135,6 +136,7 @@ def key(runner: ModelRunner) -> dict[str, str]:
         "backend": runner.model.backend.NAME,
         "layout": repr(runner.programs.layout),
         "dtype": str(runner.dtype),
+        "quantization": str(quantization(runner.params)),
         "device": f"{device.device_kind} {machine}".strip() + (f" x {size}" if size > 1 else ""),
         "jax": jax.__version__,
     }

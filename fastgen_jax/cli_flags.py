@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastgen_jax.types import DEFAULT_MODEL, DTYPES, POLICIES, EngineConfig, SamplingParams
+from fastgen_jax.types import DEFAULT_MODEL, DTYPES, POLICIES, QUANTIZATIONS, EngineConfig, SamplingParams
 
 SAMPLING_HELP = {
     "max_tokens": "generated tokens at most; none is as many as the context holds",
@@ -44,6 +44,7 @@ ENGINE_HELP = {
     "max_num_seqs": "sequences in a step at most",
     "max_model_len": "longest prompt and output together; otherwise the model's own",
     "backend": "attention backend; otherwise the best that runs here",
+    "quantization": f"of the projections' weights while they are loaded: {', '.join(QUANTIZATIONS)}",
     "tensor_parallel": "devices that share the model",
     "expert_parallel": "share a mixture out by experts, not within each",
     "seed": "of the prompts that have no --seed",

@@ -23,6 +23,7 @@ EXAMPLES = """\
 examples:
   fastgen plan --model llama2-7b --gpu h200
   fastgen plan --model llama2-70b --gpu a100-80 --tp 4 --json > plan.json
+  fastgen plan --model llama2-70b --gpu h200 --quantization int4
   fastgen plan --model ./my-checkpoint --gpu my_gpu.json --max-model-len 8192
 
 exit status:
@@ -39,6 +40,7 @@ CONFIG_FLAGS = (
     "block_size",
     "gpu_memory_utilization",
     "backend",
+    "quantization",
 )
 """Fields of `EngineConfig` that change a plan."""
 
@@ -70,6 +72,7 @@ def add_command(commands: Any) -> None:
         kind, metavar = {
             "dtype": (str, "NAME"),
             "backend": (str, "NAME"),
+            "quantization": (str, "NAME"),
             "gpu_memory_utilization": (float, "X"),
         }.get(name, (int, "N"))
         flag = "--" + name.replace("_", "-")
@@ -92,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
 def describe(found: dict[str, Any]) -> Iterator[str]:
     """The lines of a plan, for people."""
     each = f", on each of {found['tp']} devices" if found["tp"] > 1 else ""
-    yield f"{found['model']} in {found['dtype']} on {found['gpu_name']}{each} ({found['backend']} attention)"
+    dtype = found["dtype"] + (f" with weights in {found['quantization']}" if found["quantization"] else "")
+    yield f"{found['model']} in {dtype} on {found['gpu_name']}{each} ({found['backend']} attention)"
     if found["backend_reason"]:
         yield f"attention is not mosaic_gpu: {found['backend_reason']}"
     yield ""

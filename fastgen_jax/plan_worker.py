@@ -62,6 +62,7 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
         "tp": request.tp,
         "link_gb_s": gpu.link_bandwidth / 1e9,
         "dtype": sizing.dtype,
+        "quantization": sizing.quantization,
         "backend": sizing.backend.NAME,
         "backend_reason": sizing.backend_reason,
         "jax": jax.__version__,

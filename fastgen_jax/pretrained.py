@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fastgen_jax import budget, checkpoint, defaults, kernels, models
+from fastgen_jax import budget, checkpoint, defaults, kernels, models, schemes
 from fastgen_jax.models.layers import Params
 from fastgen_jax.orders import Group
-from fastgen_jax.runner import ModelRunner, one_dtype
+from fastgen_jax.params import one_dtype, quantization
+from fastgen_jax.runner import ModelRunner
 from fastgen_jax.sharding import WHOLE, Shards, check_heads, rules_for
 from fastgen_jax.types import EngineConfig
 
@@ -46,7 +47,7 @@ def load(
         config.backend, **shards.head_sizes(model_config), block_size=config.block_size, dtype=jnp.dtype(dtype)
     )
     tokenizer = found.tokenizer()
-    model, params = load_model(found, model_config, backend, dtype, shards, show_progress)
+    model, params = load_model(found, model_config, backend, dtype, shards, show_progress, config.quantization)
     eos = defaults.eos_token_ids(found.generation_config, found.hf_config, {"eos_token_id": tokenizer.eos_token_id})
     return Pretrained(model, params, tokenizer, eos, defaults.sampling(found.generation_config))
 
@@ -58,8 +59,13 @@ def load_model(
     dtype: str,
     shards: Shards,
     show_progress: bool | None,
+    quantize: str | None = None,
 ) -> tuple[Any, Params]:
-    """The model of a checkpoint, and its params, each device's in its memory."""
+    """The model of a checkpoint, and its params, each device's in its memory.
+
+    quantize: the kind that its projections are quantised to.
+    """
+    checkpoint.check_quantization(quantize, found.hf_config, model_config)
     family = models.family(found.hf_config["model_type"])
     model = family.Model(model_config, backend, shards)
     shapes, axes = models.param_shapes(model)
@@ -77,6 +83,7 @@ def load_model(
         fused=model_config.fused(),
         tied=model_config.tie_word_embeddings,
         cut=cut,
+        quantize=schemes.projections_on_load(quantize, shapes, axes, dtype) if quantize else {},
         progress=show_progress,
     )
     return model, params
@@ -114,6 +121,9 @@ def make_runner(model: Any, params: Params, config: EngineConfig, group: Group |
     found = one_dtype(params).name
     if config.dtype not in (None, found):
         raise ValueError(f"dtype={config.dtype!r} does not fit params of {found}; cast them first")
+    stored = quantization(params)
+    if config.quantization not in (None, stored):
+        raise ValueError(f"quantization={config.quantization!r} does not fit params of {stored or found}; load them so")
     if config.backend not in (None, model.backend.NAME):
         raise ValueError(f"backend={config.backend!r} is not the model's, which is {model.backend.NAME!r}")
     if config.tensor_parallel not in (1, size := model.shards.size):

@@ -22,6 +22,7 @@ from fastgen_jax import kv_pool
 from fastgen_jax.batch import NUM_INTS, NUM_SETTINGS, Layout, Settings, bucket_for, bucket_ladder
 from fastgen_jax.kv_pool import LayerKV, axes
 from fastgen_jax.models.layers import Params
+from fastgen_jax.params import one_dtype
 from fastgen_jax.sampling import logprobs, sample
 from fastgen_jax.sampling_state import SamplingRows, SamplingState, set_row
 from fastgen_jax.sharding import multiple_of
@@ -173,7 +174,7 @@ class Programs:
         few: tuple[int, ...] = (),
     ) -> "Programs":
         """Those of an engine of these sizes; `params` may be shapes. few: buckets of less than `batch.MIN_BUCKET`."""
-        dtype = jax.tree.leaves(params)[0].dtype
+        dtype = one_dtype(params)
         pool = jax.eval_shape(lambda: kv_pool.allocate(model, num_blocks, block_size, dtype))
         state = jax.eval_shape(lambda: SamplingState.allocate(max_num_seqs, max_model_len, model.config.vocab_size))
         return cls(

@@ -14,6 +14,7 @@ from fastgen_jax import kv_pool
 from fastgen_jax.batch import FEW_TOKENS, Packer, Settings, SettingsOf, SplitsOf, bucket_for
 from fastgen_jax.models.layers import Params
 from fastgen_jax.orders import Alone, Group, Order
+from fastgen_jax.params import check_same, one_dtype
 from fastgen_jax.programs import PROGRAMS, Programs
 from fastgen_jax.sampling_state import SamplingState
 from fastgen_jax.scheduler import Row, StepPlan, Window, widest
@@ -268,28 +269,3 @@ def prompt_targets(plan: StepPlan, bucket: int) -> np.ndarray:
         targets[first : first + len(after)] = after
         first += num_new
     return targets
-
-
-def check_same(old: Params, new: Params) -> None:
-    """ValueError naming the first leaf of `new` that is missing, surplus, or of another shape or dtype."""
-
-    def leaves(tree: Params) -> dict[str, Any]:
-        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-    have, want = leaves(new), leaves(old)
-    if names := sorted(set(have) ^ set(want)):
-        raise ValueError(f"the new params {'lack' if names[0] in want else 'have a surplus'} {names[0]}")
-    for name, leaf in want.items():
-        found = have[name]
-        if (found.shape, jnp.dtype(found.dtype)) != (leaf.shape, jnp.dtype(leaf.dtype)):
-            raise ValueError(f"{name} is {found.dtype}{list(found.shape)}; it must be {leaf.dtype}{list(leaf.shape)}")
-
-
-def one_dtype(params: Params) -> Any:
-    """The dtype of all of `params`; ValueError naming a leaf that has another than the first."""
-    (_, first), *others = jax.tree_util.tree_leaves_with_path(params)
-    for path, leaf in others:
-        if leaf.dtype != first.dtype:
-            name = jax.tree_util.keystr(path)
-            raise ValueError(f"params are of one dtype: {name} is {leaf.dtype} and the first leaf {first.dtype}")
-    return first.dtype

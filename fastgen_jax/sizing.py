@@ -1,8 +1,9 @@
 """An engine's shapes on a GPU that is not here: its weights, its programs, and the blocks that fit beside them."""
 
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fastgen_jax import defaults, kernels, kv_pool, models
+from fastgen_jax import checkpoint, defaults, kernels, kv_pool, models
 from fastgen_jax.gpus import Gpu
 from fastgen_jax.kernels import Backend, mosaic_gpu
 from fastgen_jax.kernels.mosaic_gpu import MosaicGpu, Target
 from fastgen_jax.models.layers import Params
+from fastgen_jax.params import is_quantized, leaves_with_path, quantization
 from fastgen_jax.programs import Key, Programs
 from fastgen_jax.roofline import Work
 from fastgen_jax.scheduler import Window, widest
+from fastgen_jax.schemes import Path, Scheme, projections_on_load, quantized_shapes
 from fastgen_jax.sharding import WHOLE, Shards, check_heads, rules_for
 from fastgen_jax.types import UNTUNED_BUDGET, EngineConfig
 
@@ -75,7 +78,9 @@ class Sizing:
         self.dtype = config.dtype or "bfloat16"  # an engine's choice on a GPU
         self.backend, self.backend_reason = backend_for(gpu, c, self.dtype, config, self.shards)
         self.model = family.Model(c, self.backend, self.shards)
-        self.params = local_shapes(self.model, self.dtype)
+        checkpoint.check_quantization(config.quantization, hf_config, c)
+        self._schemes = self._planned_schemes(hf_config)
+        self.params = quantized_shapes(local_shapes(self.model, self.dtype), self._schemes)
         self.weights_bytes = num_bytes(self.params)
         self.limit_bytes = int(gpu.memory_bytes * mem_fraction)
         self.budget_bytes = int(self.limit_bytes * config.gpu_memory_utilization)
@@ -86,6 +91,20 @@ class Sizing:
         self.max_num_seqs = config.max_num_seqs or min(defaults.MAX_NUM_SEQS, self.budget)
         self.window = Window.under(config.policy, widest(c.windows), self.block_size)
         self.block_bytes = kv_pool.block_bytes(self.model, self.block_size, self.dtype)
+
+    def _planned_schemes(self, hf_config: dict[str, Any]) -> dict[Path, Scheme]:
+        """How the matrices are quantised, by the checkpoint's config or by the engine's."""
+        shapes, axes = models.param_shapes(self.model)
+        if self.config.quantization:
+            return projections_on_load(self.config.quantization, shapes, axes, self.dtype)
+        if config := hf_config.get("quantization_config"):
+            return checkpoint.planned_schemes(config, self.model, shapes, axes)
+        return {}
+
+    @property
+    def quantization(self) -> str | None:
+        """What the quantised matrices are stored as."""
+        return quantization(self.params)
 
     @property
     def free_bytes(self) -> int:
@@ -109,7 +128,7 @@ class Sizing:
         """The engine's programs, none compiled yet."""
         return Programs.of_engine(
             self.model,
-            shapes(self.model, self.dtype),
+            shapes(self.model, self.dtype, self._schemes),
             num_blocks=num_blocks,
             block_size=self.block_size,
             max_model_len=max_model_len,
@@ -143,14 +162,20 @@ def local_shapes(model: Any, dtype: str) -> Params:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), local)
 
 
-def shapes(model: Any, dtype: str) -> Params:
-    """The model's parameters in `dtype`, as shapes that say how they are shared out."""
+def shapes(model: Any, dtype: str, schemes: Mapping[Path, Scheme]) -> Params:
+    """The model's parameters in `dtype`, those of `schemes` quantised, as shapes that say how they are shared out."""
 
-    def of_all(x: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
-        shape = model.shards.shape(x.shape, axes)
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=model.shards.sharding(*axes))
+    def of_all(axes: tuple[str | None, ...], local: Any) -> Any:
+        def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                model.shards.shape(x.shape, axes), x.dtype, sharding=model.shards.sharding(*axes)
+            )
 
-    return jax.tree.map(of_all, *models.param_shapes(model))
+        return jax.tree.map(one, local)
+
+    local = quantized_shapes(local_shapes(model, dtype), schemes)
+    _, axes = models.param_shapes(model)
+    return jax.tree.map(of_all, axes, local, is_leaf=lambda axes: isinstance(axes, tuple))
 
 
 def num_bytes(tree: Any) -> int:
@@ -158,18 +183,18 @@ def num_bytes(tree: Any) -> int:
 
 
 def num_elements(tree: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(tree))
+    """Weights, however they are stored."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree, is_leaf=is_quantized))
 
 
-def leaves(params: Params, *names: str) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of `params` that are called one of `names`."""
-    return [x for path, x in jax.tree_util.tree_leaves_with_path(params) if path[-1].key in names]
+def leaves(params: Params, *names: str) -> list[Any]:
+    """The arrays and quantised matrices of `params` that are called one of `names`."""
+    return [x for path, x in leaves_with_path(params) if path[-1].key in names]
 
 
 def expert_leaves(params: Params) -> list[jax.ShapeDtypeStruct]:
     """The stacks of experts of which a token takes a few."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return [x for path, x in leaves if any(part.key == "experts" for part in path)]
+    return [x for path, x in leaves_with_path(params) if any(part.key == "experts" for part in path)]
 
 
 def compile_all(

@@ -19,6 +19,7 @@ MAX_STOP_LENGTH = 1024
 DTYPES = ("float32", "bfloat16", "float16")
 UNTUNED_BUDGET = 512
 """What max_num_batched_tokens="auto" is where nothing can be timed."""
+QUANTIZATIONS = ("int8", "int4", "fp8")
 POLICIES = ("splitfuse", "prefill_first", "orca")
 """What a step is filled with; see `fastgen_jax.scheduler.policies`."""
 
@@ -267,6 +268,8 @@ class EngineConfig:
     max_num_seqs: sequences in a step at most; never more than max_num_batched_tokens.
     max_model_len: longest prompt + output; at most the model's own.
     backend: attention backend, one of `fastgen_jax.kernels.BACKENDS`.
+    quantization: how the weights of the projections are stored when a checkpoint that has them in 16 or 32 bits is
+        loaded: int8, int4 or fp8; activations stay in `dtype`. A checkpoint that is quantised says itself how.
     tensor_parallel: devices that share the model: each has a part of the heads, of the MLP and of the vocabulary.
     expert_parallel: of a mixture of experts shared by several devices, each has some experts whole, instead of a part
         of every one.
@@ -290,6 +293,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     backend: str | None = None
+    quantization: str | None = None
     tensor_parallel: int = 1
     expert_parallel: bool = False
     seed: int = 0
@@ -306,6 +310,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; choose {', '.join(DTYPES)}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization={self.quantization!r} is not known; choose {', '.join(QUANTIZATIONS)}")
         _number("block_size", self.block_size, 1, 1024, whole=True, none=True)
         _number("num_blocks", self.num_blocks, 2, math.inf, whole=True, none=True)
         _number("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1)

@@ -87,6 +87,7 @@ ENGINE = {
     "max_num_seqs": (["--max-num-seqs", "8"], 8),
     "max_model_len": (["--max-model-len", "1024"], 1024),
     "backend": (["--backend", "reference"], "reference"),
+    "quantization": (["--quantization", "int8"], "int8"),
     "tensor_parallel": (["--tp", "4"], 4),
     "expert_parallel": (["--expert-parallel"], True),
     "seed": (["--engine-seed", "3"], 3),

@@ -381,7 +381,6 @@ def test_neutral_fields_change_nothing():
 @pytest.mark.parametrize(
     ("hf_config", "sentence"),
     [
-        (LLAMA_3_8B | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantised \(gptq\)"),
         (
             LLAMA_3_8B | {"model_type": "bloom"},
             "model_type='bloom' .* families are arcee, cohere, cohere2, ernie4_5,",

@@ -38,6 +38,8 @@ RULES = {
     "models": {"jax", "numpy", "flax"}
     | {f"fastgen_jax.{name}" for name in ("kernels", "kv_pool", "batch", "sharding", "quantization")},
     "quantization": {"jax", "numpy", "fastgen_jax.kernels"},
+    "schemes": {"jax", "flax", "fastgen_jax.quantization"},
+    "params": {"jax", "fastgen_jax.models.layers", "fastgen_jax.quantization"},
     "sampling": {"jax", "numpy", "fastgen_jax.types", "fastgen_jax.sampling_state"},
     "sampling_state": {"jax", "numpy", "fastgen_jax.types"},
 }

@@ -7,7 +7,8 @@ tokenizer = checkpoint.tokenizer()
 
 from fastgen_jax.checkpoint.aliases import ALIASES
 from fastgen_jax.checkpoint.laid_out import LaidOut
-from fastgen_jax.checkpoint.load import Cut, load_params
+from fastgen_jax.checkpoint.load import Cut, load_params, planned_schemes
+from fastgen_jax.checkpoint.quantized import check_quantization
 from fastgen_jax.checkpoint.resolve import Checkpoint, resolve
 from fastgen_jax.checkpoint.source import TensorSource
 
@@ -17,6 +18,8 @@ __all__ = [
     "Cut",
     "LaidOut",
     "TensorSource",
+    "check_quantization",
     "load_params",
+    "planned_schemes",
     "resolve",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 from fastgen_jax.checkpoint import gguf_config
 from fastgen_jax.checkpoint.aliases import ALIASES
 from fastgen_jax.checkpoint.gguf_file import read_header
+from fastgen_jax.checkpoint.quantized import with_quantization
 
 _SHIPPED = Path(__file__).parent / "configs"
 """The config.json of every alias, without what says nothing of the model's shape."""
@@ -33,7 +34,7 @@ def read_config(name: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
+    return with_quantization(path.parent, value) if path.name == "config.json" else value
 
 
 def _alias(name: str) -> str:

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastgen_jax.checkpoint.host_matrix import HostMatrix, QuantizedSource
 from fastgen_jax.checkpoint.source import Region, TensorSource
 from fastgen_jax.models.layout import Layout, Rows
+from fastgen_jax.schemes import Scheme
 
 
 class _Place(NamedTuple):
@@ -25,7 +27,8 @@ class LaidOut:
         self._places: dict[str, _Place] = {}
         for tensor in source.names():
             if layout.unread is None or not re.search(layout.unread, tensor):
-                self._places |= dict(_places(tensor, source.shape(tensor), layout))
+                is_quantized = _scheme(source, tensor) is not None
+                self._places |= dict(_places(tensor, source.shape(tensor), layout, is_quantized))
 
     @property
     def bytes_read(self) -> int:
@@ -46,6 +49,16 @@ class LaidOut:
                 part, lies = part.T, lies[::-1]
             self._source.read_into(place.tensor, part, lies)
 
+    def scheme(self, name: str) -> Scheme | None:
+        return _scheme(self._source, self._places[name].tensor)
+
+    def read_quantized(self, name: str, out: HostMatrix, region: Region | None = None) -> None:
+        place = self._places[name]
+        assert isinstance(self._source, QuantizedSource)
+        rows, *columns = region or tuple(slice(0, n) for n in place.shape)
+        for here, there in place.rows.spans(rows):
+            self._source.read_quantized(place.tensor, out[here], (there, *columns))
+
     def read(self, name: str) -> np.ndarray:
         place = self._places[name]
         whole = self._source.read(place.tensor)
@@ -53,13 +66,19 @@ class LaidOut:
         return np.concatenate([whole[there] for _, there in place.rows.spans(slice(0, place.shape[0]))])
 
 
-def _places(tensor: str, shape: tuple[int, ...], layout: Layout) -> Iterator[tuple[str, _Place]]:
+def _scheme(source: TensorSource, tensor: str) -> Scheme | None:
+    return source.scheme(tensor) if isinstance(source, QuantizedSource) else None
+
+
+def _places(tensor: str, shape: tuple[int, ...], layout: Layout, is_quantized: bool) -> Iterator[tuple[str, _Place]]:
     """The names that the model has for a tensor or for what lies in it."""
     name = tensor
     for pattern, replacement in layout.names.items():
         name = re.sub(pattern, replacement, name)
     *scopes, module, kind = ["", *name.split(".")]
     transposed = kind == "weight" and module in layout.transposed
+    if transposed and is_quantized:
+        raise ValueError(f"tensor {tensor!r} is quantised, which a family whose weights lie [in, out] cannot be")
     shape = (shape[::-1] if transposed else shape) or (1,)
     sharing = layout.shared.get(module, {module: Rows(shape[0], 0, shape[0], 0)})
     if (expected := sum(rows.total for rows in sharing.values())) != shape[0]:

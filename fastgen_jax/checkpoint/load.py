@@ -1,6 +1,5 @@
 """Stream a checkpoint into a tree of parameters, leaf by leaf, after checking all of it from its headers."""
 
-import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -11,8 +10,11 @@ import numpy as np
 from flax import traverse_util
 from jax.typing import DTypeLike
 
-from fastgen_jax.checkpoint.source import TensorSource
+from fastgen_jax.checkpoint.formats import read_format
+from fastgen_jax.checkpoint.host_matrix import HostMatrix, QuantizedSource, quantize_into
+from fastgen_jax.checkpoint.source import Region, TensorSource, aligned_empty
 from fastgen_jax.progress import bar
+from fastgen_jax.schemes import Path, Scheme, check_cuts, projections
 from fastgen_jax.sharding import Shards, piece
 
 # The last key of a leaf's path -> the last part of its tensor's name.
@@ -20,9 +22,8 @@ _TENSOR_KINDS = {"weight": "weight", "embedding": "weight", "scale": "weight", "
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # computed from the config, stored by old checkpoints
 _MIXTRAL, _OTHERS = ".block_sparse_moe.", ".mlp."  # what Mixtral calls on disk what its kin call otherwise
 
-Path = tuple[str, ...]
 NO_FUSION: Mapping[str, Mapping[str, int]] = MappingProxyType({})
-_ALIGNMENT = 64  # bytes; a CPU device takes a host array that is so aligned as it is, and copies any other
+NOT_QUANTIZED: Mapping[Path, Scheme] = MappingProxyType({})
 
 
 class Cut(NamedTuple):
@@ -56,11 +57,13 @@ def load_params(
     dtype: DTypeLike,
     fused: Mapping[str, Mapping[str, int]] = NO_FUSION,
     tied: bool = False,
-    place: Callable[[np.ndarray], Any] = jax.device_put,
+    place: Callable[[Any], Any] = jax.device_put,
     cut: Cut | None = None,
+    quantize: Mapping[Path, Scheme] = NOT_QUANTIZED,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """The tree of `abstract_params`, filled from `source`; every leaf becomes `place(numpy array of dtype)`.
+    """The tree of `abstract_params`, filled from `source`; every leaf becomes `place(numpy array of dtype)`, and a
+    matrix that is quantised `place(QuantizedMatrix of numpy arrays)`.
 
     abstract_params: nested dict of `jax.ShapeDtypeStruct`. The leaf ("model", "layers_3", "self_attn",
         "o_proj", "weight") is the tensor "model.layers.3.self_attn.o_proj.weight"; an "embedding" or a "scale"
@@ -73,11 +76,12 @@ def load_params(
     tied: the model has no lm_head of its own; one in the checkpoint has to be a copy of the embedding.
     cut: share the leaves out over devices instead of `place`. A process reads what its own devices have, and no
         device ever holds more than its shard.
+    quantize: the leaves that are quantised here, and how. Those that the source has quantised stay as they are.
     progress: whether to show a bar on stderr; None is: if that is a terminal.
 
     Raises ValueError naming the tensor when one is missing, left over or misshapen, before anything is read
     or allocated. The host holds, beside the placed parameters, one leaf and a small piece of a tensor; with `cut`,
-    one shard of a leaf.
+    one shard of a leaf. A quantised leaf is there with a byte for each value, and packed.
     """
     leaves = traverse_util.flatten_dict(dict(abstract_params))
     stored = _stored_names(source.names())
@@ -86,20 +90,48 @@ def load_params(
     _check_shapes(plan, leaves, stored, source)
     if tied:
         _check_tie(stored, source)
-    load = _Shared(source, stored, plan, np.dtype(dtype), cut) if cut else None
+    schemes = {**quantize, **_stored_schemes(plan, leaves, stored, source, cut)}
+    dtype = np.dtype(dtype)
+    load = _Shared(source, stored, plan, schemes, dtype, cut) if cut else None
     params = {}
     with bar("loading weights", len(leaves), progress, unit="arrays") as advance:
         for path, leaf in leaves.items():
             if load is not None:
                 params[path] = load(path)
             else:
-                host = _aligned_empty(leaf.shape, np.dtype(dtype))
+                host = _host(leaf.shape, dtype, schemes.get(path))
                 for part in plan[path]:
-                    source.read_into(stored[part.tensor], host[part.region])
+                    _fill(host[part.region], source, stored[part.tensor])
                 # A copy still under way would keep this leaf's host array alive beside the next.
-                params[path] = jax.block_until_ready(place(host))
+                params[path] = jax.block_until_ready(place(_finished(host)))
             advance(1)
     return traverse_util.unflatten_dict(params)
+
+
+def planned_schemes(
+    config: Mapping[str, Any], model: Any, shapes: Mapping[str, Any], axes: Mapping[str, Any]
+) -> dict[Path, Scheme]:
+    """How the leaves of `model` are quantised in a checkpoint, as far as its `quantization_config` tells.
+
+    shapes, axes: of `models.param_shapes`, of one device's part.
+    """
+    format, fused, shards = read_format(config), model.config.fused(model.shards), model.shards
+    candidates = projections(shapes, axes)
+    if "lm_head" in shapes:
+        candidates["lm_head", "weight"] = shapes["lm_head"]["weight"].shape
+    axes_of = traverse_util.flatten_dict(dict(axes))
+    found: dict[Path, Scheme] = {}
+    matrices: dict[str, tuple[Scheme, int, int]] = {}
+    for path, shape in candidates.items():
+        _, inputs = shards.shape(shape, axes_of[path])
+        names = [part.tensor for part in _parts(path, shape, fused)]
+        schemes = {format.planned(name.removesuffix(".weight"), inputs) for name in names}
+        if len(schemes) > 1:
+            raise ValueError(f"{' and '.join(map(repr, names))} make up one matrix and are not quantised alike")
+        if (scheme := schemes.pop()) is not None:
+            found[path], matrices[names[0]] = scheme, (scheme, inputs, shape[1])
+    check_cuts(matrices)
+    return found
 
 
 class _Shared:
@@ -110,27 +142,36 @@ class _Shared:
         source: TensorSource,
         stored: Mapping[str, str],
         plan: Mapping[Path, list[_Part]],
+        schemes: Mapping[Path, Scheme],
         dtype: np.dtype,
         cut: Cut,
     ) -> None:
-        self._source, self._stored, self._plan, self._dtype, self._shards = source, stored, plan, dtype, cut.shards
+        self._source, self._stored, self._plan, self._shards = source, stored, plan, cut.shards
+        self._schemes, self._dtype = schemes, dtype
         self._shapes = traverse_util.flatten_dict(dict(cut.shapes))
         self._axes = traverse_util.flatten_dict(dict(cut.axes))
         self._local_plan = {path: _parts(path, leaf.shape, cut.fused) for path, leaf in self._shapes.items()}
 
-    def __call__(self, path: Path) -> jax.Array:
+    def __call__(self, path: Path) -> Any:
         shards, local_shape, axes = self._shards, self._shapes[path].shape, self._axes[path]
         sharding = shards.sharding(*axes)
         assert sharding is not None
-        arrays, host = [], None
+        found, host = [], None
         for index, device in shards.local_devices:
             if host is None or any(axis and shards.cuts(axis) for axis in axes):
-                host = self._read(path, index, local_shape, axes)
-            arrays.append(jax.block_until_ready(jax.device_put(host, device)))
-        return jax.make_array_from_single_device_arrays(shards.shape(local_shape, axes), sharding, arrays)
+                host = _finished(self._read(path, index, local_shape, axes))
+            found.append(jax.block_until_ready(jax.device_put(host, device)))
 
-    def _read(self, path: Path, index: int, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> np.ndarray:
-        host = _aligned_empty(shape, self._dtype)
+        def all_shards(*arrays: jax.Array) -> jax.Array:
+            shape = shards.shape(arrays[0].shape, axes)
+            return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays))
+
+        return jax.tree.map(all_shards, *found)
+
+    def _read(
+        self, path: Path, index: int, shape: tuple[int, ...], axes: tuple[str | None, ...]
+    ) -> np.ndarray | HostMatrix:
+        host = _host(shape, self._dtype, self._schemes.get(path))
         for part, local in self._parts_of(path, index):
             out, name = host[local.region], self._stored[part.tensor]
             region = tuple(
@@ -138,8 +179,8 @@ class _Shared:
                 for n, have, axis in zip(self._source.shape(name), out.shape, axes[-out.ndim :], strict=True)
             )
             num_rows = region[0].stop - region[0].start
-            out[num_rows:] = 0  # behind the end of the vocabulary
-            self._source.read_into(name, out[:num_rows], region)
+            out[num_rows:].fill(0)  # behind the end of the vocabulary
+            _fill(out[:num_rows], self._source, name, region)
         return host
 
     def _parts_of(self, path: Path, index: int) -> Iterator[tuple[_Part, _Part]]:
@@ -153,11 +194,54 @@ class _Shared:
         return zip(parts[mine], local, strict=True)
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    nbytes = math.prod(shape) * dtype.itemsize
-    data = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    first = -data.ctypes.data % _ALIGNMENT
-    return data[first : first + nbytes].view(dtype).reshape(shape)
+def _stored_schemes(
+    plan: Mapping[Path, list[_Part]],
+    leaves: Mapping[Path, jax.ShapeDtypeStruct],
+    stored: Mapping[str, str],
+    source: TensorSource,
+    cut: Cut | None,
+) -> dict[Path, Scheme]:
+    """How the leaves are quantised that the source has quantised; ValueError for one that cannot be loaded so."""
+    if not isinstance(source, QuantizedSource):
+        return {}
+    local = traverse_util.flatten_dict(dict(cut.shapes)) if cut else leaves
+    found: dict[Path, Scheme] = {}
+    names: dict[Path, str] = {}
+    for path, parts in plan.items():
+        schemes: dict[Scheme | None, str] = {}
+        for part in parts:
+            schemes.setdefault(source.scheme(stored[part.tensor]), stored[part.tensor])
+        scheme, name = next(iter(schemes.items()))
+        if set(schemes) == {None}:
+            continue
+        if path[-1] != "weight" or len(leaves[path].shape) != 2:
+            raise ValueError(f"tensor {name!r} is quantised, which is supported for the matrices of projections only")
+        if len(schemes) > 1 or scheme is None:
+            one, other, *_ = schemes.values()
+            raise ValueError(f"tensors {one!r} and {other!r} make up one matrix and are not quantised alike")
+        found[path], names[path] = scheme, name
+    check_cuts({names[path]: (found[path], leaves[path].shape[1], local[path].shape[1]) for path in found})
+    return found
+
+
+def _host(shape: tuple[int, ...], dtype: np.dtype, scheme: Scheme | None) -> np.ndarray | HostMatrix:
+    """Room for a leaf."""
+    return aligned_empty(shape, dtype) if scheme is None else HostMatrix.empty(scheme, shape)
+
+
+def _finished(host: np.ndarray | HostMatrix) -> Any:
+    """What goes to a device."""
+    return host.packed() if isinstance(host, HostMatrix) else host
+
+
+def _fill(out: np.ndarray | HostMatrix, source: TensorSource, name: str, region: Region | None = None) -> None:
+    """Read a tensor, or a region of it, into its place."""
+    if not isinstance(out, HostMatrix):
+        source.read_into(name, out, *([] if region is None else [region]))
+    elif isinstance(source, QuantizedSource) and source.scheme(name) is not None:
+        source.read_quantized(name, out, region)
+    else:
+        quantize_into(source, name, out, region)
 
 
 def _parts(

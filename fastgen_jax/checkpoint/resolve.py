@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastgen_jax.checkpoint import gguf_config
 from fastgen_jax.checkpoint.aliases import ALIASES, PackagedFile
 from fastgen_jax.checkpoint.gguf_file import GGUFHeader, GGUFSource, read_header
+from fastgen_jax.checkpoint.quantized import open_quantized, with_quantization
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 from fastgen_jax.checkpoint.source import TensorSource
 
@@ -44,9 +45,11 @@ class Checkpoint:
     gguf_header: GGUFHeader | None = field(default=None, repr=False)
 
     def open(self) -> TensorSource:
-        """The tensors; raises ValueError naming the file that is damaged."""
+        """The tensors; raises ValueError naming the file that is damaged, or what of a quantised one is unknown."""
         if self.gguf_header is not None:
             return GGUFSource(self.gguf_header)
+        if config := self.hf_config.get("quantization_config"):
+            return open_quantized(self.path, config)
         return SafetensorsSource(self.path)
 
     def fingerprint(self) -> str:
@@ -127,7 +130,7 @@ def _from_folder(name: str, path: Path, origin: str) -> Checkpoint:
         name,
         path,
         "safetensors",
-        hf_config=_read_json(path / "config.json"),
+        hf_config=with_quantization(path, _read_json(path / "config.json")),
         generation_config=_read_json(generation) if generation.is_file() else {},
     )
 

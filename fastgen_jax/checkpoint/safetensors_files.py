@@ -13,12 +13,21 @@ from fastgen_jax.checkpoint.source import Region, as_rows, assign, fill, fill_fr
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
-_DTYPES: dict[str, np.dtype] = {
+_FLOATS: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+_DTYPES: dict[str, np.dtype] = {
+    **_FLOATS,
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
+_STORED_AS = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _Entry(NamedTuple):
@@ -41,15 +50,15 @@ class SafetensorsSource:
     """The tensors of a folder in Hugging Face's layout.
 
     Reads every header at once, and raises a ValueError naming the file when one is damaged, cut short,
-    missing from the index's list, or holds a tensor that is not floating point (a quantised checkpoint).
+    missing from the index's list, or holds a tensor that is not floating point, unless it is `quantized`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, quantized: bool = False) -> None:
         self.bytes_read = 0
         self._entries: dict[str, _Entry] = {}
         files, listed = _list_files(directory)
         for path in files:
-            for name, entry in _read_header(path).items():
+            for name, entry in _read_header(path, _DTYPES if quantized else _FLOATS).items():
                 if name in self._entries:
                     raise ValueError(f"tensor {name!r} is in both {self._entries[name].path} and {path}")
                 self._entries[name] = entry
@@ -62,6 +71,20 @@ class SafetensorsSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._entries[name].dtype
+
+    def stored_as(self, name: str) -> str:
+        """A tensor's dtype in the format's own words."""
+        return _STORED_AS[self._entries[name].dtype]
+
+    def holds_floats(self, name: str) -> bool:
+        """Whether a tensor has floats of 16 bits or more."""
+        return self.stored_as(name) in _FLOATS
 
     def read_into(self, name: str, out: np.ndarray, region: Region | None = None) -> None:
         entry = self._entries[name]
@@ -123,7 +146,7 @@ def _list_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     return files, listed
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _read_header(path: Path, dtypes: dict[str, np.dtype]) -> dict[str, _Entry]:
     """Where each tensor of a file lies, the order of the bytes kept."""
     file_bytes = path.stat().st_size
     if file_bytes < 8:
@@ -141,7 +164,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     entries = {}
     end = 0
     for name, field in fields:
-        entry = _entry(path, name, field, first_byte=8 + header_bytes, expected_start=end)
+        entry = _entry(path, name, field, dtypes, first_byte=8 + header_bytes, expected_start=end)
         entries[name] = entry
         end += entry.nbytes
     if 8 + header_bytes + end != file_bytes:
@@ -151,14 +174,22 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _entry(path: Path, name: str, field: dict[str, Any], *, first_byte: int, expected_start: int) -> _Entry:
+def _entry(
+    path: Path,
+    name: str,
+    field: dict[str, Any],
+    dtypes: dict[str, np.dtype],
+    *,
+    first_byte: int,
+    expected_start: int,
+) -> _Entry:
     """One tensor of a header, checked: tensors follow one another without gaps, and their sizes add up."""
-    if field.get("dtype") not in _DTYPES:
+    if field.get("dtype") not in dtypes:
+        hint = "" if dtypes is _DTYPES else ", unless config.json has a quantization_config that says what it means"
         raise ValueError(
-            f"tensor {name!r} in {path} is stored as {field.get('dtype')}; "
-            f"only {', '.join(_DTYPES)} are read, quantised checkpoints are not supported"
+            f"tensor {name!r} in {path} is stored as {field.get('dtype')}; only {', '.join(dtypes)} are read{hint}"
         )
-    dtype, shape = _DTYPES[field["dtype"]], tuple(field.get("shape", ()))
+    dtype, shape = dtypes[field["dtype"]], tuple(field.get("shape", ()))
     start, stop = field["data_offsets"]
     if start != expected_start or stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"tensor {name!r} in {path} has bytes {start} to {stop}, which do not fit its shape {shape}")

@@ -1,5 +1,6 @@
 """What a checkpoint format offers the loader: `TensorSource`, and the row-wise reading they share."""
 
+import math
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Protocol
 import numpy as np
 
 CHUNK_BYTES = 1 << 20  # of the file, held in memory at once; more leaves the cache and reads slower
+
+_ALIGNMENT = 64  # bytes; a CPU device takes a host array that is so aligned as it is, and copies any other
 
 Region = tuple[slice, ...]
 """A part of a tensor: a slice of each axis, with its start and stop."""
@@ -41,6 +44,13 @@ class TensorSource(Protocol):
     def read(self, name: str) -> np.ndarray:
         """A tensor as a new array: in the file's dtype, or float32 where the file is quantised."""
         ...
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    nbytes = math.prod(shape) * dtype.itemsize
+    data = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    first = -data.ctypes.data % _ALIGNMENT
+    return data[first : first + nbytes].view(dtype).reshape(shape)
 
 
 def read_exactly(path: Path, start: int, nbytes: int) -> np.ndarray:

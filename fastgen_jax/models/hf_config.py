@@ -18,7 +18,7 @@ NEUTRAL = frozenset(
     is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id layerdrop
     length_penalty max_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams
     num_labels num_return_sequences output_attentions output_hidden_states output_router_logits
-    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads quantization_config
     remove_invalid_values repetition_penalty resid_pdrop residual_dropout return_dict return_dict_in_generate
     router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params
     temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
@@ -74,9 +74,6 @@ class HFConfig:
 
     def finish(self) -> None:
         """Refuse the fields that are left over and not known to be neutral."""
-        if method := self._left.get("quantization_config"):
-            name = method.get("quant_method", "?") if isinstance(method, Mapping) else method
-            raise ValueError(f"this checkpoint is quantised ({name}); only 16 and 32 bit ones are supported")
         unknown = sorted(name for name in set(self._left) - NEUTRAL if self._left[name] is not None)
         if unknown:
             shown = ", ".join(f"{name}={self._left[name]!r:.60}" for name in unknown)

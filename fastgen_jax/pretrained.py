@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from fastgen_jax import budget, checkpoint, defaults, kernels, models, schemes
+from fastgen_jax.kernels.mixed import Chip
 from fastgen_jax.models.layers import Params
 from fastgen_jax.orders import Group
 from fastgen_jax.params import one_dtype, quantization
+from fastgen_jax.quantization import on_chip
 from fastgen_jax.runner import ModelRunner
 from fastgen_jax.sharding import WHOLE, Shards, check_heads, rules_for
 from fastgen_jax.types import EngineConfig
@@ -86,7 +88,7 @@ def load_model(
         quantize=schemes.projections_on_load(quantize, shapes, axes, dtype) if quantize else {},
         progress=show_progress,
     )
-    return model, params
+    return model, on_chip(params, Chip.here())
 
 
 def _facts(config: EngineConfig, found: checkpoint.Checkpoint) -> dict[str, str]:

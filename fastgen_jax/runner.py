@@ -240,7 +240,9 @@ class ModelRunner:
     def update_params(self, params: Params) -> None:
         """Swap the weights; nothing is compiled. ValueError unless names, shapes and dtypes are the same."""
         check_same(self.params, params)
-        self.params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), params, self.params)
+        leaves, tree = jax.tree.flatten(self.params)
+        new = [jax.device_put(x, old.sharding) for x, old in zip(jax.tree.leaves(params), leaves, strict=True)]
+        self.params = jax.tree.unflatten(tree, new)
 
     @property
     def params(self) -> Params:

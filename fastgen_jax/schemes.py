@@ -5,6 +5,7 @@ F outputs, E inputs, G groups of inputs that share a scale.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -47,6 +48,9 @@ class Scheme:
             jax.ShapeDtypeStruct(groups, jnp.dtype(jnp.int8)) if self.zeros else None,
             self.kind,
         )
+
+
+NOT_QUANTIZED: Mapping[Path, Scheme] = MappingProxyType({})
 
 
 def on_load(kind: str, inputs: int, dtype: DTypeLike) -> Scheme:

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 from fastgen_jax import checkpoint, defaults, kernels, kv_pool, models
 from fastgen_jax.gpus import Gpu
 from fastgen_jax.kernels import Backend, mosaic_gpu
+from fastgen_jax.kernels.mixed import Chip
 from fastgen_jax.kernels.mosaic_gpu import MosaicGpu, Target
 from fastgen_jax.models.layers import Params
 from fastgen_jax.params import is_quantized, leaves_with_path, quantization
 from fastgen_jax.programs import Key, Programs
+from fastgen_jax.quantization import on_chip
 from fastgen_jax.roofline import Work
 from fastgen_jax.scheduler import Window, widest
-from fastgen_jax.schemes import Path, Scheme, projections_on_load, quantized_shapes
+from fastgen_jax.schemes import NOT_QUANTIZED, Path, Scheme, projections_on_load, quantized_shapes
 from fastgen_jax.sharding import WHOLE, Shards, check_heads, rules_for
 from fastgen_jax.types import UNTUNED_BUDGET, EngineConfig
 
@@ -128,7 +130,7 @@ class Sizing:
         """The engine's programs, none compiled yet."""
         return Programs.of_engine(
             self.model,
-            shapes(self.model, self.dtype, self._schemes),
+            on_chip(shapes(self.model, self.dtype, self._schemes), Chip(self.gpu.capability, self.gpu.num_sms)),
             num_blocks=num_blocks,
             block_size=self.block_size,
             max_model_len=max_model_len,
@@ -162,7 +164,7 @@ def local_shapes(model: Any, dtype: str) -> Params:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), local)
 
 
-def shapes(model: Any, dtype: str, schemes: Mapping[Path, Scheme]) -> Params:
+def shapes(model: Any, dtype: str, schemes: Mapping[Path, Scheme] = NOT_QUANTIZED) -> Params:
     """The model's parameters in `dtype`, those of `schemes` quantised, as shapes that say how they are shared out."""
 
     def of_all(axes: tuple[str | None, ...], local: Any) -> Any:

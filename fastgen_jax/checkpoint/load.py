@@ -14,7 +14,7 @@ from fastgen_jax.checkpoint.formats import read_format
 from fastgen_jax.checkpoint.host_matrix import HostMatrix, QuantizedSource, quantize_into
 from fastgen_jax.checkpoint.source import Region, TensorSource, aligned_empty
 from fastgen_jax.progress import bar
-from fastgen_jax.schemes import Path, Scheme, check_cuts, projections
+from fastgen_jax.schemes import NOT_QUANTIZED, Path, Scheme, check_cuts, projections
 from fastgen_jax.sharding import Shards, piece
 
 # The last key of a leaf's path -> the last part of its tensor's name.
@@ -23,7 +23,6 @@ _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # computed from the conf
 _MIXTRAL, _OTHERS = ".block_sparse_moe.", ".mlp."  # what Mixtral calls on disk what its kin call otherwise
 
 NO_FUSION: Mapping[str, Mapping[str, int]] = MappingProxyType({})
-NOT_QUANTIZED: Mapping[Path, Scheme] = MappingProxyType({})
 
 
 class Cut(NamedTuple):

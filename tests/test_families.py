@@ -10,7 +10,7 @@ import pytest
 import torch
 from hf import assert_close, auto_class, load_model, make_pair, save_random_model
 from safetensors.numpy import load_file, save_file
-from test_models import EXAONE45_VISION, LONGROPE, PHI3, TOKENS, VARIANTS
+from test_models import EXAONE45_VISION, LONGROPE, PHI3, PIXTRAL, TOKENS, VARIANTS
 from transformers import AutoConfig
 
 from fastgen_jax import kernels, models
@@ -47,6 +47,7 @@ ALIASES_OF = {
     "helium": "helium1-preview-2b",
     "internlm3": "internlm3-8b-instruct",
     "ministral": None,
+    "mistral3": "mistral-small3.1-24b-instruct",
     "nemotron": "minitron-4b",
     "olmo": "olmo-7b",
     "olmo2": "olmo2-7b",
@@ -66,6 +67,7 @@ REAL["phi3"] |= {
     "sliding_window": 262144,
 }
 REAL["exaone4_5"] = {"model_type": "exaone4_5", "text_config": REAL["exaone4"], "vision_config": EXAONE45_VISION}
+REAL["mistral3"] |= {"tie_word_embeddings": False, "vision_feature_layer": -1, "vision_config": PIXTRAL}
 SHAPES = {
     "hidden_size": 2560,
     "intermediate_size": 18432,

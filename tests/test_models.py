@@ -81,6 +81,7 @@ GEMMA3 = LLAMA | {
 }
 SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIGLIP |= {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+PIXTRAL = SIGLIP | {"model_type": "pixtral", "head_dim": 8}
 COHERE = PLAIN | {"model_type": "cohere", "logit_scale": 0.25}
 OLMO = PLAIN | {"model_type": "olmo", "pad_token_id": None}
 OLMO3 = LLAMA | {"model_type": "olmo3", "sliding_window": 8, "num_hidden_layers": 4, "pad_token_id": None}
@@ -257,6 +258,15 @@ VARIANTS = {
         "vision_config": SIGLIP,
         "image_token_index": 1000,
         "mm_tokens_per_image": 4,
+    },
+    "mistral3": {
+        "model_type": "mistral3",
+        "text_config": MISTRAL | {"head_dim": 8, "sliding_window": None},
+        "vision_config": PIXTRAL,
+        "image_token_index": 1000,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "tie_word_embeddings": False,
     },
     "cohere": COHERE,
     "cohere, head norms": COHERE | {"use_qk_norm": True, "tie_word_embeddings": False},

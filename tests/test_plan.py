@@ -44,6 +44,8 @@ PUBLISHED = {  # numbers of parameters, by the files on the Hub
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
     "mistral-7b": 7_241_732_096,
+    "mistral-small-24b": 23_572_403_200,
+    "mistral-small3.1-24b-instruct": 23_572_403_200,
     "opt-125m": 125_239_296,
     "opt-350m": 331_196_416,
     "opt-1.3b": 1_315_758_080,

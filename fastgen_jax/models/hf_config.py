@@ -27,7 +27,7 @@ NEUTRAL = frozenset(
     """.split()  # noqa: SIM905 (a list of strings would take a line for each)
 )
 
-_OF_IMAGES = re.compile("(image|video|vision|mm|boi|eoi)_")
+_OF_IMAGES = re.compile("(image|video|vision|mm|multimodal|projector|spatial|boi|eoi)_")
 
 
 class HFConfig:

@@ -1,5 +1,6 @@
 """The product with a quantised weight against one worked out in NumPy, and how a weight is cut over devices."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -112,6 +113,16 @@ def test_the_result_has_the_dtype_that_is_asked_for():
     x = jnp.ones((2, E), jnp.bfloat16)
     assert quantized_matmul(x, matrix).dtype == jnp.bfloat16
     assert quantized_matmul(x, matrix, out_dtype=jnp.float32).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(("kind", "groups", "zeros"), CASES)
+def test_float32_is_multiplied_in_float32_on_a_gpu_too(kind, groups, zeros):
+    """And not in TF32, of which a CPU shows nothing."""
+    matrix, _ = some_matrix(kind, groups, zeros=zeros)
+    for num_tokens in (1, 200):
+        x = jnp.ones((num_tokens, E))
+        dots = re.findall(r"dot_general\[.*?\n\s*\]", str(jax.make_jaxpr(as_on_a_gpu)(x, matrix)), re.DOTALL)
+        assert dots and all("HIGHEST" in dot for dot in dots)
 
 
 @pytest.mark.parametrize("cut", ["outputs", "inputs"])

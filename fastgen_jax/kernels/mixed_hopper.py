@@ -101,20 +101,26 @@ def config(kind: str, num_tokens: int, num_outputs: int, num_inputs: int, num_gr
     stage_bytes = inputs * (rows * (4 if kind == "int4" else 8) // 8 + 2 * tokens)
     sums_bytes = 2 * 4 * rows * tokens  # written, and read to be added up
 
+    def busiest(splits: int) -> int:
+        """Thread blocks of the multiprocessor that has most."""
+        return -(-num_blocks * splits // num_sms)
+
     def time(splits: int) -> int:
         """In bytes that a multiprocessor reads."""
-        waves = -(-num_blocks * splits // (num_sms * per_sm)) * per_sm
-        return waves * (-(-num_stages // splits) * stage_bytes + sums_bytes + START_BYTES)
+        block_bytes = -(-num_stages // splits) * stage_bytes + sums_bytes
+        return busiest(splits) * block_bytes + -(-busiest(splits) // per_sm) * START_BYTES
 
     stages_of_a_split = -(-num_stages // min(range(1, num_stages + 1), key=time))
+    splits = -(-num_stages // stages_of_a_split)
+    room = SMEM_BYTES // min(per_sm, busiest(splits))
     return Config(
         kind=kind,
         group=group,
         inputs=inputs,
         tokens=tokens,
         num_warpgroups=num_warpgroups,
-        num_stages=min(MAX_STAGES, stages_of_a_split, SMEM_BYTES // per_sm // stage_bytes),
-        splits=-(-num_stages // stages_of_a_split),
+        num_stages=min(MAX_STAGES, stages_of_a_split, room // stage_bytes),
+        splits=splits,
         stages_of_a_split=stages_of_a_split,
     )
 

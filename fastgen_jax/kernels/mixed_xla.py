@@ -47,7 +47,7 @@ def _on_gpu(x: Array, values: Array, scales: Array, zeros: Array | None, *, kind
         y = _dot("tgi,fgi->gtf", x3, weight(values))
         if zeros is not None:
             sums = jnp.sum(x3, axis=2, dtype=jnp.float32)
-            y = y - jnp.einsum("tg,fg->gtf", sums, zeros.astype(jnp.float32))
+            y = y - sums.T[:, :, None] * zeros.astype(jnp.float32).T[:, None, :]
         return jnp.sum(y * scales.T[:, None, :], axis=0)
 
     def outputs(values: Array, scales: Array, zeros: Array | None) -> Array:
@@ -146,8 +146,8 @@ def _by_blocks(
         return outputs(values, scales, zeros)
 
     def one(i: Array, y: Array) -> Array:
-        # The last block begins early enough to be whole; what it has in common with the one before comes out the same.
-        start = jnp.minimum(i * rows, num_outputs - rows)
+        # A slice is whole: the last one begins early, and has rows in common with the one before, which come out alike.
+        start = i * rows
         take = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=rows)
         part = outputs(take(values), take(scales), None if zeros is None else take(zeros))
         return lax.dynamic_update_slice_in_dim(y, part, start, 0)

@@ -7,8 +7,8 @@ PIP := .venv/bin/$(INSTALL)
 PYTEST := pytest hypothesis
 PEER_PYTHON = $(firstword $(wildcard $(HOME)/.pyenv/versions/3.11.*/bin/python) .venv/bin/python)
 NVIDIA := "nvidia-cuda-nvcc-cu12>=12.8,<13" "nvidia-cuda-nvdisasm>=13,<14"
-DEVICELESS := tests/test_gpus.py tests/test_plan.py tests/test_whole_step.py tests/test_kernel_code.py \
-  tests/test_quantized_code.py
+DEVICELESS := tests/test_gpus.py tests/test_plan.py tests/test_whole_step.py tests/test_family_programs.py \
+  tests/test_kernel_code.py tests/test_quantized_code.py
 OLDEST := (hopper or ampere or blackwell) and (mixed or split or window)
 
 .PHONY: demo test deviceless oldest test-page quick peers lint format clean

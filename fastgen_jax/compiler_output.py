@@ -97,6 +97,23 @@ def count_launches(hlo: str) -> dict[str, int]:
     return {kind: launches(entry)[kind] for kind in _KINDS}
 
 
+def entry(hlo: str) -> str:
+    """The computation of a compiled program that runs; the others are the insides of its kernels and loops."""
+    return hlo[hlo.index("\nENTRY ") :]
+
+
+def results(hlo: str, dtype: str = r"\w+") -> list[tuple[tuple[int, ...], str]]:
+    """Shape and line of every array that an instruction of a program makes; views and arguments make none."""
+    found = []
+    for line in hlo.splitlines():
+        if instruction := re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(", line):
+            if instruction[2] in ("parameter", "bitcast", "get-tuple-element", "tuple", "while"):
+                continue
+            for dims in re.findall(rf"\b{dtype}\[([\d,]*)\]", instruction[1]):
+                found.append((tuple(int(n) for n in dims.split(",") if n), line))
+    return found
+
+
 def exchanged(hlo: str) -> dict[str, tuple[int, int]]:
     """Collective -> how often a compiled program has it, and the bytes of all its results on one device.
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import pytest
 from hf import save_random_model
+from real_configs import real_config
 from test_models import VARIANTS
 
 from fastgen_jax import checkpoint, kernels, models
@@ -208,33 +209,7 @@ QWEN3_8B = TRAILER | {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-QWEN15_MOE = TRAILER | {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "attention_dropout": 0.0,
-    "decoder_sparse_step": 1,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "max_position_embeddings": 8192,
-    "max_window_layers": 21,
-    "model_type": "qwen2_moe",
-    "moe_intermediate_size": 1408,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 16,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "shared_expert_intermediate_size": 5632,
-    "sliding_window": 32768,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN15_MOE = TRAILER | real_config("qwen2_moe") | {"architectures": ["Qwen2MoeForCausalLM"]}
 QWEN3_30B = QWEN3_8B | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "decoder_sparse_step": 1,

@@ -4,7 +4,6 @@ The pool and the token pool are updated in place, no weight is copied, temporari
 exist for the sampled rows only. Layers are all alike, so two stand for the rest; one model is compiled whole.
 """
 
-import re
 from functools import cache
 from math import prod
 
@@ -13,7 +12,7 @@ import pytest
 
 from fastgen_jax import deviceless
 from fastgen_jax.checkpoint.config_only import read_config
-from fastgen_jax.compiler_output import count_launches, exchanged
+from fastgen_jax.compiler_output import count_launches, entry, exchanged, results
 from fastgen_jax.gpus import GPUS
 from fastgen_jax.sizing import Sizing, leaves
 from fastgen_jax.types import EngineConfig
@@ -66,26 +65,9 @@ def compiled(model: str, gpu: str, num_layers: int, name: str, bucket: int, tp: 
         return sizing, steps, steps.get(name, bucket)
 
 
-def results(hlo: str, dtype: str = r"\w+") -> list[tuple[tuple[int, ...], str]]:
-    """Shape and line of every array that an instruction of a program makes; views and arguments make none."""
-    found = []
-    for line in hlo.splitlines():
-        if instruction := re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(", line):
-            if instruction[2] in ("parameter", "bitcast", "get-tuple-element", "tuple", "while"):
-                continue
-            for dims in re.findall(rf"\b{dtype}\[([\d,]*)\]", instruction[1]):
-                found.append((tuple(int(n) for n in dims.split(",") if n), line))
-    return found
-
-
 def reused_bytes(sizing: Sizing) -> int:
     """By hand, what a step reuses on one device: its part of the pool, and the token pool."""
     return NUM_BLOCKS * sizing.block_bytes + 4 * sizing.max_num_seqs * sizing.wanted_len
-
-
-def entry(hlo: str) -> str:
-    """The computation that runs; the others are the insides of its kernels and loops."""
-    return hlo[hlo.index("\nENTRY ") :]
 
 
 def test_a_copy_would_be_seen():

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,14 +12,17 @@ import numpy as np
 import pytest
 import torch
 from hf import LLAMA, SIZES, assert_close, load_model, save_random_model
+from real_configs import REAL
 from tiny import tiny_engine
 from traces import A, B, C, add, both_loops, make_scheduler, run, sample, show, step, tokens_of
 from transformers import PreTrainedModel
 
-from fastgen_jax import SamplingParams
+from fastgen_jax import EngineConfig, SamplingParams
 from fastgen_jax.engine import Engine
+from fastgen_jax.gpus import GPUS
 from fastgen_jax.scheduler import Window, widest
 from fastgen_jax.scheduler.blocks import NULL_BLOCK
+from fastgen_jax.sizing import Sizing
 
 MAX_LEN, NUM_TOKENS = 320, 40
 WINDOWS = (8, 20, 32)  # a block of 8 as it is, some and a half, and several
@@ -325,3 +329,20 @@ def test_max_model_len_is_the_models_where_the_pool_holds_a_window() -> None:
         ValueError, match="max_model_len=100 needs more than the pool's 25 tokens; raise num_blocks to 5"
     ):
         mistral_engine(20, num_blocks=4, max_model_len=100)
+
+
+def test_the_documented_costs_of_hybrids_are_those_of_their_configs() -> None:
+    """docs/design.md: a sequence of the context's length, all blocks kept, and with a pool for each kind of layer."""
+    docs = (Path(__file__).parent.parent / "docs" / "design.md").read_text()
+    rows = re.findall(r"\| (\w+) \(\w+\) \| (\d+) of (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", docs)
+    assert [family for family, *_ in rows] == ["gemma2", "cohere2", "exaone4"]
+    for family, *figures, kept_gb, by_kind_gb in rows:
+        sizing = Sizing(REAL[family], GPUS["h200"], EngineConfig(), tp=1, mem_fraction=0.75)
+        c, length = sizing.model_config, sizing.wanted_len
+        (window,) = {window for window in c.windows if window is not None}
+        token_bytes = sizing.block_bytes // sizing.block_size
+        assert list(map(int, figures)) == [c.windows.count(None), c.num_layers, window, token_bytes, length]
+        assert sizing.window.num_tokens is None
+        blocks = [Window(window, sizing.block_size).most_blocks(length) for window in c.windows]
+        kept = [length * token_bytes, sizing.block_bytes // c.num_layers * sum(blocks)]
+        assert [f"{num_bytes / 1e9:.2f}" for num_bytes in kept] == [kept_gb, by_kind_gb]

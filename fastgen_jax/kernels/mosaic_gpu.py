@@ -9,6 +9,7 @@ of 32 (80 becomes 96).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -30,6 +31,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
+"""Query heads of a KV head that a launch takes; of more, it takes equal parts one after the other."""
 MAX_EXTRA_WAVES = 8
 """Splits beyond one a row, in waves of one work item for each SM, that a launch has room for."""
 
@@ -77,7 +79,6 @@ class MosaicGpu:
         self, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike, platform: str
     ) -> str | None:
         """None if it can run this, else the reason why not."""
-        group = num_heads // num_kv_heads
         if self.target is None or (platform != "gpu" and self.interpret is None):
             return f"it needs an NVIDIA GPU, and this is for platform={platform!r}"
         if self.target.capability not in SMEM_BYTES:
@@ -89,8 +90,6 @@ class MosaicGpu:
             return f"head_dim={head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
         if block_size not in BLOCK_SIZES:
             return f"block_size={block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}"
-        if group > MAX_GROUP:
-            return f"{group} query heads share a KV head, and {MAX_GROUP} is the most"
         return None
 
     def config(
@@ -114,7 +113,7 @@ class MosaicGpu:
             self.target.smem_bytes,
             dtype=dtype,
             head_dim=padded_dim(head_dim),
-            group=num_heads // num_kv_heads,
+            group=part_of(num_heads // num_kv_heads),
             block_size=block_size,
             scale=scale,
             window=window,
@@ -193,6 +192,12 @@ class MosaicGpu:
         num_tokens, num_heads, head_dim = q.shape
         _, num_kv_heads, block_size, pool_dim = k_pool.shape
         group, kernels = num_heads // num_kv_heads, self.kernels
+        if group > MAX_GROUP:
+            attend = partial(
+                self.ragged_attention, k_pool=k_pool, v_pool=v_pool, cu_q_lens=cu_q_lens, kv_lens=kv_lens,
+                block_tables=block_tables, scale=scale, window=window, softcap=softcap, num_splits=num_splits,
+            )  # fmt: skip
+            return _in_parts(attend, q, num_kv_heads)
         sizes = (q.dtype, head_dim, num_heads, num_kv_heads, block_size)
         configure = partial(self.config, scale=scale, window=window, softcap=softcap)
         # [K, T * G, D]: a tile of queries and the heads that share its keys are rows that lie together. The rows
@@ -239,6 +244,25 @@ def here() -> MosaicGpu:
 def max_extra_splits(num_kv_heads: int, num_sms: int) -> int:
     """How many splits beyond one a row a launch has room for."""
     return math.ceil(MAX_EXTRA_WAVES * num_sms / num_kv_heads)
+
+
+def part_of(group: int) -> int:
+    """How many of `group` query heads a launch takes: the most that make equal parts, the last one padded."""
+    return -(-group // -(-group // MAX_GROUP))
+
+
+def _in_parts(attend: Callable[[Array], Array], q: Array, num_kv_heads: int) -> Array:
+    """Attention of q [T, H, D] by that of `part_of` the query heads of each KV head at a time."""
+    num_tokens, _, head_dim = q.shape
+    q_heads = q.reshape(num_tokens, num_kv_heads, -1, head_dim)
+    group = q_heads.shape[2]
+    size = part_of(group)
+    q_heads = jnp.pad(q_heads, ((0, 0), (0, 0), (0, -group % size), (0, 0)))
+    outs = []
+    for first in range(0, group, size):
+        part = q_heads[:, :, first : first + size].reshape(num_tokens, num_kv_heads * size, head_dim)
+        outs.append(attend(part).reshape(num_tokens, num_kv_heads, size, head_dim))
+    return jnp.concatenate(outs, axis=2)[:, :, :group].reshape(q.shape)
 
 
 def padded_dim(head_dim: int) -> int:

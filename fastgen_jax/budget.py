@@ -135,6 +135,7 @@ def key(runner: ModelRunner) -> dict[str, str]:
         "backend": runner.model.backend.NAME,
         "layout": repr(runner.programs.layout),
         "dtype": str(runner.dtype),
+        "kv_dtype": str(runner.kv_dtype),
         "device": f"{device.device_kind} {machine}".strip() + (f" x {size}" if size > 1 else ""),
         "jax": jax.__version__,
     }

@@ -267,7 +267,8 @@ def main() -> None:
     if args.worker:
         worker()
         return
-    records = [record for gpu in ([args.gpu] if args.gpu else CHIPS) for record in compile_variants(gpu, VARIANTS)]
+    chips = [args.gpu] if args.gpu else CHIPS
+    records = [record for chip in chips for record in compile_variants(chip, VARIANTS + NARROW)]
     print(json.dumps(records, indent=1) if args.json else markdown(records))
 
 

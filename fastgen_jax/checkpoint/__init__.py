@@ -6,6 +6,7 @@ tokenizer = checkpoint.tokenizer()
 """
 
 from fastgen_jax.checkpoint.aliases import ALIASES
+from fastgen_jax.checkpoint.kv_scales import WithoutKVScales, with_kv_scales
 from fastgen_jax.checkpoint.laid_out import LaidOut
 from fastgen_jax.checkpoint.load import Cut, load_params
 from fastgen_jax.checkpoint.resolve import Checkpoint, resolve
@@ -17,6 +18,8 @@ __all__ = [
     "Cut",
     "LaidOut",
     "TensorSource",
+    "WithoutKVScales",
     "load_params",
     "resolve",
+    "with_kv_scales",
 ]

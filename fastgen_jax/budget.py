@@ -137,6 +137,7 @@ def key(runner: ModelRunner) -> dict[str, str]:
         "layout": repr(runner.programs.layout),
         "dtype": str(runner.dtype),
         "quantization": str(quantization(runner.params)),
+        "kv_dtype": str(runner.kv_dtype),
         "device": f"{device.device_kind} {machine}".strip() + (f" x {size}" if size > 1 else ""),
         "jax": jax.__version__,
     }

@@ -8,7 +8,15 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastgen_jax.types import DEFAULT_MODEL, DTYPES, POLICIES, QUANTIZATIONS, EngineConfig, SamplingParams
+from fastgen_jax.types import (
+    DEFAULT_MODEL,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    POLICIES,
+    QUANTIZATIONS,
+    EngineConfig,
+    SamplingParams,
+)
 
 SAMPLING_HELP = {
     "max_tokens": "generated tokens at most; none is as many as the context holds",
@@ -35,7 +43,8 @@ SAMPLING_HELP = {
     "return_full_text": "another name for --echo",
 }
 ENGINE_HELP = {
-    "dtype": f"of weights, activations and KV pool: {', '.join(DTYPES)}; otherwise what suits the device",
+    "dtype": f"of weights and activations: {', '.join(DTYPES)}; otherwise what suits the device",
+    "kv_cache_dtype": f"of the KV pool: {', '.join(KV_CACHE_DTYPES)}; auto is dtype, fp8 holds twice the tokens",
     "block_size": "tokens in a block of KV memory",
     "num_blocks": "blocks of KV memory; otherwise what fits",
     "gpu_memory_utilization": "the share of the GPU's memory to use",

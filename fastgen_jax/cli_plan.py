@@ -34,6 +34,7 @@ DOES_NOT_FIT = 3
 
 CONFIG_FLAGS = (
     "dtype",
+    "kv_cache_dtype",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -71,6 +72,7 @@ def add_command(commands: Any) -> None:
     for name in CONFIG_FLAGS:
         kind, metavar = {
             "dtype": (str, "NAME"),
+            "kv_cache_dtype": (str, "NAME"),
             "backend": (str, "NAME"),
             "quantization": (str, "NAME"),
             "gpu_memory_utilization": (float, "X"),
@@ -138,6 +140,8 @@ def memory_rows(found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         return
     yield "largest step", size_text(found["step_bytes"]), "temporaries and outputs"
     blocks = f"{found['pool_blocks']:,} blocks of {found['block_size']}: {found['pool_tokens']:,} tokens"
+    if found["kv_dtype"] != found["dtype"]:
+        blocks += f" in {found['kv_dtype']}"
     yield "KV pool", size_text(found["pool_bytes"]), blocks
     held = [f"{count:,} of {int(n) // 1024}k" for n, count in found["sequences"].items() if count is not None]
     yield "", "", f"sequences: {', '.join(held) or 'none of 1k'}; the longest, {found['max_model_len']:,} tokens"

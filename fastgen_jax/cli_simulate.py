@@ -42,7 +42,7 @@ REAL_LOAD = {"prompt_mean": 320, "output_mean": 30, "requests": 48}
 """What is served unless flags say otherwise; the second by a real engine on this machine."""
 
 SYNTHETIC = "synthetic"
-ENGINE_ONLY = ("dtype", "tensor_parallel", "expert_parallel")
+ENGINE_ONLY = ("dtype", "kv_cache_dtype", "tensor_parallel", "expert_parallel")
 """Engine flags that say what is simulated rather than how it runs."""
 
 
@@ -267,7 +267,13 @@ def _system(args: argparse.Namespace) -> "System":
     from fastgen_jax.gpus import get_gpu
 
     config = EngineConfig(**given(args, EngineConfig))
-    return Deployment.of(args.model, get_gpu(args.gpu), tp=config.tensor_parallel, dtype=config.dtype or "bfloat16")
+    return Deployment.of(
+        args.model,
+        get_gpu(args.gpu),
+        tp=config.tensor_parallel,
+        dtype=config.dtype or "bfloat16",
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
 
 
 def _config(args: argparse.Namespace, *, prefix_caching: bool) -> "SimulatorConfig":

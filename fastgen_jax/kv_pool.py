@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fastgen_jax.kernels import Backend
+from fastgen_jax.kernels.fp8 import FP8
 
 LayerKV = tuple[Array, Array]
 """One layer's K and V pools, in the backend's layout."""
@@ -17,8 +18,13 @@ CPU_POOL_BYTES = 1 << 30
 """What the pool may take on a CPU unless num_blocks says otherwise."""
 
 
+def pool_dtype(kv_cache_dtype: str, dtype: Any) -> Any:
+    """That of the pools, by an engine's `kv_cache_dtype` and the model's dtype."""
+    return {"auto": jnp.dtype(dtype), "fp8": FP8}[kv_cache_dtype]
+
+
 def block_bytes(model: Any, block_size: int, dtype: Any) -> int:
-    """Bytes of one block over all layers, K and V together, on one device."""
+    """Bytes of one block of pools of `dtype` over all layers, K and V together, on one device."""
     config = model.config
     num_kv_heads = model.shards.local_kv_heads(config.num_kv_heads)
     shapes = model.backend.pool_shapes(1, block_size, num_kv_heads, config.head_dim)
@@ -40,7 +46,8 @@ def fit_blocks(num_bytes: int, bytes_per_block: int, most: int) -> int:
     if num_bytes < 2 * bytes_per_block:
         raise ValueError(
             f"no memory for a KV pool: {max(num_bytes, 0):,} bytes are left and a block takes {bytes_per_block:,}; "
-            "set num_blocks, lower max_num_batched_tokens, raise gpu_memory_utilization or use a 16-bit dtype"
+            "set num_blocks, lower max_num_batched_tokens, raise gpu_memory_utilization or use a 16-bit dtype "
+            "or kv_cache_dtype='fp8'"
         )
     return min(num_bytes // bytes_per_block, most)
 
@@ -56,7 +63,7 @@ def size_pool(num_bytes: int, bytes_per_block: int, most: int, step_bytes: Calla
 
 
 def allocate(model: Any, num_blocks: int, block_size: int, dtype: Any) -> list[LayerKV]:
-    """A zeroed pool for every layer, K and V apart, in the backend's layout; of all shards together."""
+    """A zeroed pool of `dtype` for every layer, K and V apart, in the backend's layout; of all shards together."""
     config = model.config
     num_kv_heads = model.shards.pool_kv_heads(config.num_kv_heads)
     return [

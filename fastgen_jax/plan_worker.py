@@ -45,10 +45,11 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
     def sized(
         tp: int = request.tp,
         dtype: str | None = config.dtype,
+        kv_cache_dtype: str = config.kv_cache_dtype,
         mem_fraction: float = request.mem_fraction,
         devices: list[jax.Device] | None = None,
     ) -> Sizing:
-        other = EngineConfig(**{**request.config, "dtype": dtype})
+        other = EngineConfig(**{**request.config, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype})
         return Sizing(hf_config, gpu, other, tp=tp, mem_fraction=mem_fraction, devices=devices)
 
     check_heads(family(hf_config.get("model_type", "")).from_hf(hf_config), request.tp)
@@ -63,6 +64,7 @@ def make_report(request: Request, *, every_bucket: bool = True) -> dict[str, Any
         "link_gb_s": gpu.link_bandwidth / 1e9,
         "dtype": sizing.dtype,
         "quantization": sizing.quantization,
+        "kv_dtype": sizing.kv_dtype.name,
         "backend": sizing.backend.NAME,
         "backend_reason": sizing.backend_reason,
         "jax": jax.__version__,
@@ -86,7 +88,7 @@ class _Planner:
     def __init__(
         self, request: Request, sizing: Sizing, sized: Callable[..., Sizing], devices: list[jax.Device]
     ) -> None:
-        """sized: the same with another `tp`, `dtype` or `mem_fraction`."""
+        """sized: the same with another `tp`, `dtype`, `kv_cache_dtype` or `mem_fraction`."""
         self.request, self.sizing, self.sized = request, sizing, sized
         self.device = devices[0]
         self.num_blocks = 0
@@ -209,6 +211,8 @@ class _Planner:
         found: list[dict[str, Any]] = [] if shared is None else [{"tp": shared}]
         if s.dtype == "float32" and fits(dtype="bfloat16"):
             found.append({"dtype": "bfloat16"})
+        if s.config.kv_cache_dtype != "fp8" and fits(kv_cache_dtype="fp8"):
+            found.append({"kv_cache_dtype": "fp8"})
         if self.request.mem_fraction < MORE_MEMORY and fits(mem_fraction=MORE_MEMORY):
             found.append({"mem_fraction": MORE_MEMORY})
         return found

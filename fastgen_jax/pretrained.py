@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fastgen_jax import budget, checkpoint, defaults, kernels, models, schemes
+from fastgen_jax import budget, checkpoint, defaults, kernels, kv_pool, models, schemes
 from fastgen_jax.kernels.mixed import Chip
 from fastgen_jax.models.layers import Params
 from fastgen_jax.orders import Group
@@ -46,10 +47,23 @@ def load(
     dtype = config.dtype or defaults.dtype()
     shards = shards_for(config, model_config)
     backend = kernels.choose_backend(
-        config.backend, **shards.head_sizes(model_config), block_size=config.block_size, dtype=jnp.dtype(dtype)
+        config.backend,
+        **shards.head_sizes(model_config),
+        block_size=config.block_size,
+        dtype=jnp.dtype(dtype),
+        kv_dtype=kv_pool.pool_dtype(config.kv_cache_dtype, dtype),
     )
     tokenizer = found.tokenizer()
-    model, params = load_model(found, model_config, backend, dtype, shards, show_progress, config.quantization)
+    model, params = load_model(
+        found,
+        model_config,
+        backend,
+        dtype,
+        shards,
+        show_progress,
+        quantize=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
     eos = defaults.eos_token_ids(found.generation_config, found.hf_config, {"eos_token_id": tokenizer.eos_token_id})
     return Pretrained(model, params, tokenizer, eos, defaults.sampling(found.generation_config))
 
@@ -61,11 +75,14 @@ def load_model(
     dtype: str,
     shards: Shards,
     show_progress: bool | None,
+    *,
     quantize: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[Any, Params]:
     """The model of a checkpoint, and its params, each device's in its memory.
 
-    quantize: the kind that its projections are quantised to.
+    quantize: the kind that its projections are quantised to. The params have the scales that the checkpoint brings for
+    its KV cache only where kv_cache_dtype is "fp8".
     """
     checkpoint.check_quantization(quantize, found.hf_config, model_config)
     family = models.family(found.hf_config["model_type"])
@@ -75,7 +92,8 @@ def load_model(
     if shards.size > 1:
         whole, _ = models.param_shapes(model.clone(shards=WHOLE))
         cut = checkpoint.Cut(shards, shapes, axes, model_config.fused(shards))
-    source = found.open()
+    stored = checkpoint.WithoutKVScales(found.open())
+    source: checkpoint.TensorSource = stored
     if hasattr(family, "layout"):
         source = checkpoint.LaidOut(source, family.layout(model_config))
     params = checkpoint.load_params(
@@ -88,6 +106,10 @@ def load_model(
         quantize=schemes.projections_on_load(quantize, shapes, axes, dtype) if quantize else {},
         progress=show_progress,
     )
+    if kv_cache_dtype == "fp8":
+        params = checkpoint.with_kv_scales(
+            params, stored.scales(), lambda scale: shards.everywhere(np.asarray(scale, jnp.dtype(dtype)))
+        )
     return model, on_chip(params, Chip.here())
 
 

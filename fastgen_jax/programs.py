@@ -147,7 +147,9 @@ class Programs:
         params: Params,
         kv_pool: list[LayerKV],
         state: SamplingState,
+        dtype: Any,
     ):
+        """dtype: of hidden states. The rest may be shapes."""
         self.model, self.layout = model, layout
         self.buckets, self.row_buckets = buckets, row_buckets
         self._shapes = {
@@ -156,7 +158,7 @@ class Programs:
             "kv_pool": placed(kv_pool, model.shards.sharding(*axes(model.backend))),
             "state": placed(state, model.shards.sharding()),
         }
-        self._dtype = kv_pool[0][0].dtype
+        self._dtype = dtype
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self.num_compiled = 0
 
@@ -166,6 +168,7 @@ class Programs:
         model: Any,
         params: Params,
         *,
+        kv_dtype: Any = None,
         num_blocks: int,
         block_size: int,
         max_model_len: int,
@@ -173,9 +176,12 @@ class Programs:
         max_num_batched_tokens: int,
         few: tuple[int, ...] = (),
     ) -> "Programs":
-        """Those of an engine of these sizes; `params` may be shapes. few: buckets of less than `batch.MIN_BUCKET`."""
+        """Those of an engine of these sizes; `params` may be shapes.
+
+        kv_dtype: of the pools; None is that of `params`. few: buckets of less than `batch.MIN_BUCKET`.
+        """
         dtype = one_dtype(params)
-        pool = jax.eval_shape(lambda: kv_pool.allocate(model, num_blocks, block_size, dtype))
+        pool = jax.eval_shape(lambda: kv_pool.allocate(model, num_blocks, block_size, kv_dtype or dtype))
         state = jax.eval_shape(lambda: SamplingState.allocate(max_num_seqs, max_model_len, model.config.vocab_size))
         return cls(
             model,
@@ -185,6 +191,7 @@ class Programs:
             params,
             pool,
             state,
+            dtype,
         )
 
     def limit(self, max_num_batched_tokens: int) -> None:

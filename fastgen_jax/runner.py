@@ -75,6 +75,7 @@ class ModelRunner:
         self._group = group or Alone()
         self.model = model
         self.dtype = one_dtype(params)
+        self.kv_dtype = kv_pool.pool_dtype(config.kv_cache_dtype, self.dtype)
         self.params = jax.tree.map(jnp.asarray, params)
         self._device, *self._others = model.shards.devices_of(self.params)
         self.block_size, self.max_num_seqs = block_size, max_num_seqs
@@ -139,7 +140,9 @@ class ModelRunner:
     def _split_planner(self) -> SplitsOf | None:
         """Dynamic SplitKV's plan for each step, if the backend's kernels take one."""
         config, sizes = self.model.config, self.model.shards.head_sizes(self.model.config)
-        limits = self.model.backend.split_limits(**sizes, block_size=self.block_size, dtype=self.dtype)
+        limits = self.model.backend.split_limits(
+            **sizes, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv_dtype
+        )
         if limits is None:
             return None
         num_readers, max_extra = limits
@@ -159,7 +162,7 @@ class ModelRunner:
 
     def _fit_blocks(self, utilization: float, max_model_len: int) -> int:
         """How many blocks there is memory for."""
-        per_block = kv_pool.block_bytes(self.model, self.block_size, self.dtype)
+        per_block = kv_pool.block_bytes(self.model, self.block_size, self.kv_dtype)
         most = self.max_num_seqs * -(-max_model_len // self.block_size) + 1
         free_bytes = min(kv_pool.free_bytes(device, utilization) for device in (self._device, *self._others))
         if self._device.platform == "cpu":
@@ -172,6 +175,7 @@ class ModelRunner:
         return Programs.of_engine(
             self.model,
             self.params,
+            kv_dtype=self.kv_dtype,
             num_blocks=num_blocks,
             block_size=self.block_size,
             max_model_len=max_model_len,
@@ -182,7 +186,7 @@ class ModelRunner:
 
     def _allocate_pool(self, num_blocks: int) -> list[kv_pool.LayerKV]:
         sharding = self.model.shards.sharding(*kv_pool.axes(self.model.backend))
-        allocate = partial(kv_pool.allocate, self.model, num_blocks, self.block_size, self.dtype)
+        allocate = partial(kv_pool.allocate, self.model, num_blocks, self.block_size, self.kv_dtype)
         return self._made(allocate, sharding)
 
     def _allocate_state(self, max_model_len: int) -> SamplingState:

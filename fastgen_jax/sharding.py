@@ -143,6 +143,13 @@ class Shards:
         """Where an array with these logical axes lies (more axes than named are whole); None without a mesh."""
         return None if self.mesh is None else NamedSharding(self.mesh, self.spec(axes))
 
+    def everywhere(self, array: np.ndarray) -> Array:
+        """A copy of `array` on every device."""
+        sharding = self.sharding()
+        if sharding is None:
+            return jax.device_put(array)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
     @property
     def local_devices(self) -> list[tuple[int, jax.Device]]:
         """The devices of this process, each with the number of its shard."""

@@ -35,17 +35,18 @@ def backend_for(
     ValueError, one sentence, where the backend that was asked for cannot run.
     """
     reason = None
+    dtypes = {"dtype": jnp.dtype(dtype), "kv_dtype": kv_pool.pool_dtype(config.kv_cache_dtype, dtype)}
     heads = shards.head_sizes(model_config)
     if config.backend in (None, mosaic_gpu.NAME):
         backend = MosaicGpu(Target(gpu.capability, gpu.num_sms, gpu.limits.shared_per_block))
         block_size = config.block_size or backend.DEFAULT_BLOCK_SIZE
-        reason = backend.supported(**heads, block_size=block_size, dtype=jnp.dtype(dtype), platform="gpu")
+        reason = backend.supported(**heads, block_size=block_size, **dtypes, platform="gpu")
         if reason is None:
             return backend, None
         if config.backend is not None:
             raise ValueError(f"backend={config.backend!r} cannot run: {reason}")
     other = kernels.choose_backend(
-        config.backend or "xla", **heads, block_size=config.block_size, dtype=jnp.dtype(dtype), platform="gpu"
+        config.backend or "xla", **heads, block_size=config.block_size, **dtypes, platform="gpu"
     )
     return other, reason
 
@@ -78,6 +79,7 @@ class Sizing:
         if self.wanted_len > longest:
             raise ValueError(f"max_model_len={self.wanted_len} is more than the model's {longest} positions")
         self.dtype = config.dtype or "bfloat16"  # an engine's choice on a GPU
+        self.kv_dtype = kv_pool.pool_dtype(config.kv_cache_dtype, self.dtype)
         self.backend, self.backend_reason = backend_for(gpu, c, self.dtype, config, self.shards)
         self.model = family.Model(c, self.backend, self.shards)
         checkpoint.check_quantization(config.quantization, hf_config, c)
@@ -92,7 +94,7 @@ class Sizing:
         self.budget = max(UNTUNED_BUDGET, config.max_num_seqs or 0) if given == "auto" else given
         self.max_num_seqs = config.max_num_seqs or min(defaults.MAX_NUM_SEQS, self.budget)
         self.window = Window.under(config.policy, widest(c.windows), self.block_size)
-        self.block_bytes = kv_pool.block_bytes(self.model, self.block_size, self.dtype)
+        self.block_bytes = kv_pool.block_bytes(self.model, self.block_size, self.kv_dtype)
 
     def _planned_schemes(self, hf_config: dict[str, Any]) -> dict[Path, Scheme]:
         """How the matrices are quantised, by the checkpoint's config or by the engine's."""
@@ -131,6 +133,7 @@ class Sizing:
         return Programs.of_engine(
             self.model,
             on_chip(shapes(self.model, self.dtype, self._schemes), Chip(self.gpu.capability, self.gpu.num_sms)),
+            kv_dtype=self.kv_dtype,
             num_blocks=num_blocks,
             block_size=self.block_size,
             max_model_len=max_model_len,

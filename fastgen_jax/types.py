@@ -17,6 +17,7 @@ MAX_LOGIT_BIAS = 512
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 DTYPES = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8")
 UNTUNED_BUDGET = 512
 """What max_num_batched_tokens="auto" is where nothing can be timed."""
 QUANTIZATIONS = ("int8", "int4", "fp8")
@@ -256,7 +257,10 @@ class Response:
 class EngineConfig:
     """How an engine divides memory and time. `None` is chosen for the device and the model.
 
-    dtype: of the weights, the activations and the KV pool: float32, bfloat16 or float16.
+    dtype: of the weights, the activations and, unless kv_cache_dtype says otherwise, the KV pool: float32, bfloat16 or
+        float16.
+    kv_cache_dtype: of the KV pool: "auto", which is dtype, or "fp8" (`float8_e4m3fn`), which takes 8 bits a number and
+        scales of the checkpoint's, where it has them.
     block_size: tokens in a block of KV memory.
     num_blocks: blocks in the pool, the null block included; otherwise as many as fit.
     gpu_memory_utilization: share, for weights, one step and the pool, of the memory that JAX may use on a GPU
@@ -285,6 +289,7 @@ class EngineConfig:
     """
 
     dtype: str | None = None
+    kv_cache_dtype: str = "auto"
     block_size: int | None = None
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -312,6 +317,9 @@ class EngineConfig:
             raise ValueError(f"dtype={self.dtype!r} is not supported; choose {', '.join(DTYPES)}")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization={self.quantization!r} is not known; choose {', '.join(QUANTIZATIONS)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            choices = ", ".join(KV_CACHE_DTYPES)
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported; choose {choices}")
         _number("block_size", self.block_size, 1, 1024, whole=True, none=True)
         _number("num_blocks", self.num_blocks, 2, math.inf, whole=True, none=True)
         _number("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1)

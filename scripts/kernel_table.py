@@ -31,11 +31,13 @@ class Variant(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
 
     def __str__(self) -> str:
         parts = [f"D {self.head_dim}", f"G {self.heads[0] // self.heads[1]}", f"B {self.block_size}"]
         parts += ["window"] if self.window else []
         parts += ["softcap"] if self.softcap else []
+        parts += ["8-bit K and V"] if self.kv_dtype else []
         return ", ".join([*parts, self.dtype])
 
 
@@ -60,6 +62,16 @@ VARIANTS = [
     Variant((24, 8), 256, block_size=16, window=512, dtype="float16"),
     Variant((16, 2), 256, block_size=128, softcap=30.0),
 ]
+NARROW = [
+    Variant((32, 32), 128, kv_dtype="float8_e4m3fn"),
+    Variant((32, 8), 128, kv_dtype="float8_e4m3fn"),
+    Variant((28, 4), 128, block_size=16, window=1024, dtype="float16", kv_dtype="float8_e4m3fn"),
+    Variant((9, 3), 64, kv_dtype="float8_e4m3fn"),
+    Variant((40, 8), 80, block_size=128, window=512, softcap=30.0, kv_dtype="float8_e4m3fn"),
+    Variant((16, 16), 256, kv_dtype="float8_e4m3fn"),
+    Variant((8, 4), 256, block_size=32, window=4096, softcap=50.0, kv_dtype="float8_e4m3fn"),
+]
+"""Of pools of 8 bits a number."""
 
 
 def compile_variants(gpu: str, variants: list[Variant]) -> list[dict[str, Any]]:
@@ -87,10 +99,8 @@ def compile_variants(gpu: str, variants: list[Variant]) -> list[dict[str, Any]]:
     for kernel in read_kernels(done.stdout):
         variant += kernel["name"].endswith("_tiles")
         smem = smem_bytes[variant][kernel["name"]]
-        occupancy = blocks_per_sm(
-            gpu, threads_of(kernel["name"], variants[variant].head_dim), kernel["registers"], smem
-        )
-        threads = threads_of(kernel["name"], variants[variant].head_dim)
+        threads = threads_of(kernel["name"], variants[variant])
+        occupancy = blocks_per_sm(gpu, threads, kernel["registers"], smem)
         figures = {"threads": threads, "smem_bytes": smem, "blocks_per_sm": occupancy}
         records.append({"variant": str(variants[variant]), **kernel, **figures})
     if variant + 1 != len(variants):
@@ -133,13 +143,15 @@ def worker() -> None:
         num_heads, num_kv_heads = v.heads
         group = num_heads // num_kv_heads
         pool, _ = (
-            jax.ShapeDtypeStruct(shape, v.dtype)
+            jax.ShapeDtypeStruct(shape, v.kv_dtype or v.dtype)
             for shape in backend.pool_shapes(1000, v.block_size, num_kv_heads, v.head_dim)
         )
         q = jax.ShapeDtypeStruct((num_kv_heads, 512 * group + backend.kernels.QUERY_PADDING, pool.shape[-1]), v.dtype)
         sizes = (v.dtype, v.head_dim, num_heads, num_kv_heads, v.block_size)
         for splits in (False, True):
-            config = backend.config(splits, *sizes, scale=v.head_dim**-0.5, window=v.window, softcap=v.softcap)
+            config = backend.config(
+                splits, *sizes, kv_dtype=v.kv_dtype, scale=v.head_dim**-0.5, window=v.window, softcap=v.softcap
+            )
             out = jax.ShapeDtypeStruct((512, num_kv_heads, group, config.out_dim), v.dtype)
             partials = (
                 jax.ShapeDtypeStruct((300, *out.shape[1:]), jnp.float32),
@@ -150,7 +162,10 @@ def worker() -> None:
                 out_ref = jax.new_ref(out)
                 refs, out_type = ((out_ref,), partials) if splits else ((), jax.typeof(out))
                 work_list = work.Work(items, num_items)
-                result = backend.kernels.launch(c, q, pool, pool, work_list, tables, *refs, out_type=out_type)
+                kv_scales = jnp.ones(2) if c.widens else None
+                result = backend.kernels.launch(
+                    c, q, pool, pool, kv_scales, work_list, tables, *refs, out_type=out_type
+                )
                 return result, out_ref[...]
 
             with jax.default_device(device):
@@ -222,11 +237,13 @@ def _count_mma(opcodes: list[str]) -> int:
     return sum(opcode.startswith(_MMA) for opcode in opcodes)
 
 
-def threads_of(name: str, head_dim: int) -> int:
-    """Threads of a block: Hopper's have a warpgroup that only copies, and two that compute for tiles up to D 128."""
+def threads_of(name: str, variant: Variant) -> int:
+    """Threads of a block: Hopper's have a warpgroup that only copies, two that compute for tiles up to D 128, and one
+    that makes 16 bits of 8."""
     if not name.startswith("hopper"):
         return 128
-    return 384 if name.endswith("_tiles") and head_dim <= 128 else 256
+    computing = 2 if name.endswith("_tiles") and variant.head_dim <= 128 else 1
+    return 128 * (computing + (2 if variant.kv_dtype else 1))
 
 
 def markdown(records: list[dict[str, Any]]) -> str:
@@ -250,7 +267,8 @@ def main() -> None:
     if args.worker:
         worker()
         return
-    records = [record for gpu in ([args.gpu] if args.gpu else CHIPS) for record in compile_variants(gpu, VARIANTS)]
+    chips = [args.gpu] if args.gpu else CHIPS
+    records = [record for chip in chips for record in compile_variants(chip, VARIANTS + NARROW)]
     print(json.dumps(records, indent=1) if args.json else markdown(records))
 
 

@@ -228,8 +228,8 @@ class LateInterpreter(jaxpr_interpret.JaxprInterpreter):
         return [matmul(acc, a, b)]
 
     def _inline_mgpu(self, eqn, x):
-        """Of it our kernels have a change of layout only (test_mosaic_gpu_portable.py)."""
-        return [x]
+        """Of it our kernels have changes of layout and of dtype only (test_mosaic_gpu_portable.py)."""
+        return [np.asarray(x).astype(eqn.outvars[0].aval.dtype)]
 
     def _wgmma_ref(self, eqn, acc, a, b, *leaves):
         trees = [eqn.params[f"{name}_transforms_tree"] for name in ("acc", "a", "b")]

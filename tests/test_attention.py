@@ -18,6 +18,7 @@ from mosaic_interpreter import extended_interpreter, interpret_params
 
 from fastgen_jax import kernels
 from fastgen_jax.kernels import Backend, choose_backend, get_backend, mosaic_gpu, ragged_attention, reference
+from fastgen_jax.kernels.fp8 import FP8
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}  # of the result's scale
 
@@ -58,6 +59,7 @@ class Case(NamedTuple):
     dtype: str = "float32"
     pad_rows: int = 0
     pad_tokens: int = 0
+    kv_scales: tuple[float, float] | None = None  # of pools of 8 bits
 
 
 DECODES = [(1, 1), (1, 16), (1, 17), (1, 100), (1, 64), (1, 65), (1, 200)]
@@ -87,6 +89,17 @@ GPU_CASES = [
     Case("a tile beside a window", [(140, 300)], heads=(1, 1), head_dim=64, block_size=64, window=40),
 ]
 
+EIGHT_BITS = [
+    Case("8 bits", MIXED, heads=(9, 3), head_dim=64, pad_rows=3, pad_tokens=20, kv_scales=(1, 1)),
+    Case("8 bits, split", LONG, heads=(3, 1), head_dim=64, block_size=64, kv_scales=(0.02171, 3.137)),
+    Case("8 bits, D 128, G 8", FEW, heads=(8, 1), head_dim=128, dtype="bfloat16", kv_scales=(0.01137, 0.5)),
+    Case("8 bits, window, softcap", FEW, head_dim=80, window=20, block_size=64, softcap=4.0, kv_scales=(0.5, 0.25)),
+    Case(
+        "8 bits, float16", FEW, heads=(2, 2), head_dim=96, block_size=32, dtype="float16", kv_scales=(0.03171, 0.01137)
+    ),
+    Case("8 bits, D 256", FEW, heads=(3, 1), head_dim=256, block_size=128, window=50, kv_scales=(0.5, 2)),
+]
+
 CASES = [
     Case("one token of one sequence", [(1, 1)]),
     Case("prompt of two tokens", [(2, 2)]),
@@ -107,15 +120,17 @@ CASES = [
     Case("softcap", MIXED, softcap=2.0),
     Case("window and softcap", MIXED, heads=(8, 1), window=20, softcap=5.0, pad_rows=1, pad_tokens=1),
     *GPU_CASES,
+    *EIGHT_BITS,
     Case("bfloat16", MIXED, heads=(9, 3), head_dim=64, dtype="bfloat16", pad_rows=3, pad_tokens=20),
     Case("float16", MIXED, heads=(4, 4), head_dim=80, dtype="float16", window=40),
 ]
 
 
 class Batch(NamedTuple):
-    """Arguments of `ragged_attention`, and the dense K and V of each row behind them."""
+    """Arguments of `ragged_attention`, and the dense K and V of each row behind them, as the pools have them."""
 
     args: tuple[jax.Array, ...]
+    scales: dict[str, jax.Array]
     keys: list[np.ndarray]  # [kv_len, K, D] per row
     values: list[np.ndarray]
 
@@ -143,17 +158,19 @@ def make_batch(case: Case, backend: str, poison: float = np.nan) -> Batch:
         slots.append(tables[row, positions // block_size] * block_size + positions % block_size)
         written_keys.append(k[first_visible:])
         written_values.append(v[first_visible:])
-        keys.append(k)
-        values.append(v)
+        keys.append(k if case.kv_scales is None else in_8_bits(k, case.kv_scales[0]))
+        values.append(v if case.kv_scales is None else in_8_bits(v, case.kv_scales[1]))
 
     module = backend_called(backend)
+    scales = dict(zip(("k_scale", "v_scale"), map(jnp.float32, case.kv_scales or ()), strict=False))
     pools = tuple(
-        jnp.full(shape, poison, case.dtype)
+        jnp.full(shape, poison, FP8 if scales else case.dtype)
         for shape in module.pool_shapes(num_blocks, block_size, num_kv_heads, head_dim)
     )
     if slots:
         slot_mapping = jnp.asarray(np.concatenate(slots), jnp.int32)
-        pools = module.write_kv(*pools, np.concatenate(written_keys), np.concatenate(written_values), slot_mapping)
+        written = np.concatenate(written_keys), np.concatenate(written_values)
+        pools = module.write_kv(*pools, *written, slot_mapping, **scales)
     q = np.full((num_tokens, num_heads, head_dim), poison)
     num_real = num_tokens - case.pad_tokens
     q[:num_real] = 2 * rng.standard_normal((num_real, num_heads, head_dim))
@@ -162,7 +179,12 @@ def make_batch(case: Case, backend: str, poison: float = np.nan) -> Batch:
     kv_lens = np.zeros(num_rows, np.int32)
     kv_lens[: len(case.rows)] = [kv_len for _, kv_len in case.rows]
     args = (jnp.asarray(q, case.dtype), *pools, *map(jnp.asarray, (cu_q_lens, kv_lens, tables)))
-    return Batch(args, keys, values)
+    return Batch(args, scales, keys, values)
+
+
+def in_8_bits(x: np.ndarray, scale: float) -> np.ndarray:
+    """x as a pool of 8 bits gives it back: NumPy's own rounding of x / scale."""
+    return np.clip(np.float32(x) / np.float32(scale), -448, 448).astype(FP8).astype(np.float64) * scale
 
 
 def oracle(case: Case, batch: Batch) -> np.ndarray:
@@ -203,7 +225,7 @@ def compiled(scale: float, window: int | None, softcap: float | None, backend: s
 
 def attend(case: Case, batch: Batch, backend: str) -> np.ndarray:
     call = compiled(scale_of(case), case.window, case.softcap, backend)
-    return np.asarray(call(*batch.args))
+    return np.asarray(call(*batch.args, **batch.scales))
 
 
 # Blackwell's kernels are Ampere's but for the copies.
@@ -414,7 +436,7 @@ GOOD = {
 BAD_ARGUMENTS = [
     ({"q": jnp.zeros((5, 64))}, "q has shape (5, 64); it must have 3 dimensions, [T, H, D]"),
     ({"q": jnp.zeros((5, 4, 16), jnp.int32)}, "q is int32; it must be one of float32, bfloat16, float16"),
-    ({"q": jnp.zeros((5, 4, 16), jnp.bfloat16)}, "k_pool is float32; it must be q's dtype, bfloat16"),
+    ({"q": jnp.zeros((5, 4, 16), jnp.bfloat16)}, "k_pool is float32; it must be q's dtype, bfloat16, or float8_e4m3fn"),
     (
         {"v_pool": jnp.zeros((3, 2, 8))},
         "v_pool has shape (3, 2, 8); it must have 4 dimensions, a backend's layout",

@@ -79,6 +79,7 @@ SAMPLING = {
 }
 ENGINE = {
     "dtype": (["--dtype", "bfloat16"], "bfloat16"),
+    "kv_cache_dtype": (["--kv-cache-dtype", "fp8"], "fp8"),
     "block_size": (["--block-size", "32"], 32),
     "num_blocks": (["--num-blocks", "99"], 99),
     "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),

@@ -24,6 +24,29 @@ CASES = [
         ),
     ),
     (SPLITS, Case("splits", [(1, 1300), (1, 700), (1, 90), (1, 5)], heads=(1, 1), head_dim=128, block_size=64)),
+    (
+        TILES,
+        Case(
+            "tiles, 8 bits",
+            [(70, 900), (40, 90), (40, 40), (2, 5)],
+            heads=(1, 1),
+            head_dim=128,
+            block_size=64,
+            window=800,
+            kv_scales=(0.5, 0.5),
+        ),
+    ),
+    (
+        SPLITS,
+        Case(
+            "splits, 8 bits",
+            [(1, 1300), (1, 700), (1, 90), (1, 50), (1, 5)],
+            heads=(1, 1),
+            head_dim=128,
+            block_size=64,
+            kv_scales=(0.5, 0.5),
+        ),
+    ),
 ]
 
 
@@ -33,7 +56,7 @@ def test_no_synchronisation_is_superfluous_or_untested(kernel: str, case: Case, 
     case = on_tensor_cores(case)
     batch = make_batch(case, backend)
     attend = functools.partial(GPUS[backend].ragged_attention, scale=scale_of(case), window=case.window)
-    reference, mutants = mutations(jax.jit(attend), *batch.args)
+    reference, mutants = mutations(jax.jit(functools.partial(attend, **batch.scales)), *batch.args)
     mutants = [(site, mutant) for site, mutant in mutants if site.startswith(kernel)]
     assert mutants
     assert [site for site, mutant in mutants if verdict(mutant, reference, atol=1e-2) is None] == []

@@ -28,8 +28,8 @@ SCRIPT = runpy.run_path(str(ROOT / "scripts" / "plan_table.py"))
 needs_plugin = pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
 
 
-def sizing(hf_config: dict, gpu: str, tp: int = 1) -> Sizing:
-    return Sizing(hf_config, GPUS[gpu], EngineConfig(), tp=tp, mem_fraction=0.75)
+def sizing(hf_config: dict, gpu: str, tp: int = 1, **config) -> Sizing:
+    return Sizing(hf_config, GPUS[gpu], EngineConfig(**config), tp=tp, mem_fraction=0.75)
 
 
 # The configs that come with the package
@@ -480,8 +480,19 @@ def test_a_pool_too_small_is_one_sentence(config, step, expected, monkeypatch):
     shorter = [change for change in found["would_fit"] if "max_model_len" in change]
     assert len(shorter) == ("max_model_len" in config)
     assert {"mem_fraction": 0.9} in found["would_fit"]
+    assert ({"kv_cache_dtype": "fp8"} in found["would_fit"]) == ("max_model_len" in config)
     if shorter:
         assert shorter[0]["max_model_len"] == (int((2.501e9 - step) / (64 * 524288)) - 1) * 64 + 1
+
+
+def test_8_bits_a_number_of_the_pool_are_half_of_what_is_kept_and_read():
+    wide, narrow = (sizing(read_config("llama2-7b"), "h200", kv_cache_dtype=kv) for kv in ("auto", "fp8"))
+    assert (wide.kv_dtype.name, narrow.kv_dtype.name) == ("bfloat16", "float8_e4m3fn")
+    assert narrow.block_bytes == 64 * 2 * 32 * 32 * 128 == wide.block_bytes // 2
+    assert (narrow.work.kv_bytes, narrow.weights_bytes) == (wide.work.kv_bytes // 2, wide.weights_bytes)
+    assert narrow.backend.NAME == "mosaic_gpu"
+    float32 = sizing(read_config("llama2-7b"), "h200", dtype="float32", kv_cache_dtype="fp8")
+    assert float32.backend.NAME == "xla" and "float32" in float32.backend_reason
 
 
 @pytest.mark.parametrize("num_tokens", [64, 128, 4096])

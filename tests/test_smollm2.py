@@ -3,6 +3,7 @@
 Both sides load the same GGUF file, each with its own code.
 """
 
+import itertools
 import random
 
 import numpy as np
@@ -33,12 +34,16 @@ SOURCES = [
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
+    return some_prompts(NUM_PROMPTS)
+
+
+def some_prompts(count: int) -> list[list[int]]:
     """Prompts of 1 to 900 tokens: English and code, cut anywhere."""
     tokenizer = checkpoint.resolve(DEFAULT_MODEL).tokenizer()
     rng = random.Random(0)
-    lengths = [1, 2, 900, *(int(900 ** rng.random()) for _ in range(NUM_PROMPTS - 3))]
+    lengths = [1, 2, 900, *(int(900 ** rng.random()) for _ in range(count - 3))]
     found = []
-    for i, length in enumerate(lengths):
+    for i, length in zip(itertools.cycle(range(NUM_PROMPTS)), lengths, strict=False):
         text = "".join(rng.choices(SOURCES, k=2 + length // 12))
         found.append(tokenizer(text)["input_ids"][i : i + length])
     assert [len(p) for p in found] == lengths
@@ -116,3 +121,24 @@ def test_share_of_identical_sequences_in_bfloat16_is_reported(prompts, capsys):
         print(f"\nbfloat16: {same} of {len(short)} sequences equal float32's; first differences at {first}")
     assert all(len(output) == NUM_TOKENS for output in rounded)
     assert sum(first) / len(first) > 4  # rounding, not another model
+
+
+def test_agreement_of_a_kv_pool_of_8_bits_with_16_is_reported(capsys):
+    """Greedy, the model in bfloat16: whole outputs, and token by token after the output of the 16 bits."""
+    given = some_prompts(64)
+    exact, engine = generate(given, dtype="bfloat16", **SETTINGS["large"])
+    rounded, narrow = generate(given, dtype="bfloat16", kv_cache_dtype="fp8", **SETTINGS["large"])
+    first = [common_prefix(a, b) for a, b in zip(exact, rounded, strict=True)]
+
+    def likeliest(engine: Engine) -> list[int]:
+        """After each prefix that ends within an output of the 16 bits."""
+        texts = [prompt + output for prompt, output in zip(given, exact, strict=True)]
+        found = engine.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=1))
+        return [one.top[0][0] for r, p in zip(found, given, strict=True) for one in r.prompt_logprobs[len(p) :]]
+
+    same = np.mean(np.array(likeliest(engine)) == likeliest(narrow))
+    with capsys.disabled():
+        print(f"\n8-bit KV: {sum(n == NUM_TOKENS for n in first)} of {len(given)} outputs of {NUM_TOKENS} tokens are ")
+        print(f"those of 16 bits; the others differ after {np.mean([n for n in first if n < NUM_TOKENS]):.0f} tokens ")
+        print(f"on average; {100 * same:.1f} % of the likeliest next tokens are the same, of {len(given) * NUM_TOKENS}")
+    assert same > 0.9

@@ -113,6 +113,7 @@ def test_a_bad_sampling_field_is_one_sentence(fields, error, sentence):
     ("fields", "sentence"),
     [
         ({"dtype": "int8"}, "dtype='int8' is not supported; choose float32, bfloat16, float16"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is not supported; choose auto, fp8"),
         (
             {"max_num_seqs": 9, "max_num_batched_tokens": 8},
             "max_num_seqs=9 is more than max_num_batched_tokens=8: a step must have a token for every running sequence",

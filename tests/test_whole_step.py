@@ -42,10 +42,12 @@ SHARED_STEPS = [("llama2-13b", "h100", 2, 16), ("llama2-13b", "h100", 2, 512), (
 
 
 @cache
-def programs(model: str, gpu: str, num_layers: int, tp: int = 1):
+def programs(model: str, gpu: str, num_layers: int, tp: int = 1, kv_cache_dtype: str = "auto"):
     devices = deviceless.compile_only_devices(GPUS[gpu], tp)
     config = read_config(model) | {"num_hidden_layers": num_layers}
-    sizing = Sizing(config, GPUS[gpu], EngineConfig(), tp=tp, mem_fraction=0.75, devices=devices)
+    sizing = Sizing(
+        config, GPUS[gpu], EngineConfig(kv_cache_dtype=kv_cache_dtype), tp=tp, mem_fraction=0.75, devices=devices
+    )
     return sizing, sizing.programs(NUM_BLOCKS, sizing.wanted_len), devices[0]
 
 
@@ -59,8 +61,8 @@ def _no_cache_on_disk():
     jax.config.update(name, before)
 
 
-def compiled(model: str, gpu: str, num_layers: int, name: str, bucket: int, tp: int = 1):
-    sizing, steps, device = programs(model, gpu, num_layers, tp)
+def compiled(model: str, gpu: str, num_layers: int, name: str, bucket: int, tp: int = 1, kv_cache_dtype: str = "auto"):
+    sizing, steps, device = programs(model, gpu, num_layers, tp, kv_cache_dtype)
     with jax.default_device(device):
         return sizing, steps, steps.get(name, bucket)
 
@@ -103,6 +105,24 @@ def test_a_step_copies_neither_pool_nor_weights_and_makes_no_logits(model, gpu, 
     assert counts["kernels"] <= ONCE + A_LAYER * num_layers
     assert counts["copies"] < LAYERS
     assert counts["collectives"] == counts["loops"] == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "tp"), [("h200", 16, 1), ("h200", 512, 1), ("a100-80", 512, 1), ("h200", 512, 2)]
+)
+def test_a_pool_of_8_bits_is_written_and_read_in_place_and_never_made_wider(gpu, tokens, tp):
+    sizing, steps, step = compiled("llama2-7b", gpu, LAYERS, "backbone", tokens, tp, "fp8")
+    c, memory, hlo = sizing.model_config, step.memory_analysis(), step.as_text()
+    assert sizing.backend.NAME == "mosaic_gpu"
+    wide, *_ = programs("llama2-7b", gpu, LAYERS, tp)
+    assert 2 * sizing.block_bytes == wide.block_bytes
+    assert memory.alias_size_in_bytes == steps.reused_bytes() == reused_bytes(sizing)
+    widest = 2 * c.intermediate_size
+    assert memory.temp_size_in_bytes <= (8 << 20) + 4 * tokens * widest
+    pool = NUM_BLOCKS * sizing.block_size * (c.num_kv_heads // tp) * c.head_dim
+    made = [line for shape, line in results(hlo, "f8e4m3fn") if prod(shape) == pool]
+    assert made and not [line for shape, line in results(hlo, r"(?!f8)\w+") if prod(shape) == pool]
+    assert count_launches(hlo)["custom_calls"] >= ATTENTION_CALLS * LAYERS
 
 
 @pytest.mark.parametrize("model", ["llama2-7b", "qwen2.5-0.5b"])  # with a matrix of its own for them, and tied

@@ -41,7 +41,9 @@ class Deployment:
     max_positions: int
 
     @classmethod
-    def of(cls, model: str, gpu: Gpu, *, tp: int = 1, dtype: str = "bfloat16") -> "Deployment":
+    def of(
+        cls, model: str, gpu: Gpu, *, tp: int = 1, dtype: str = "bfloat16", kv_cache_dtype: str = "auto"
+    ) -> "Deployment":
         """A deployment of an alias, a folder, a config.json or a .gguf file. ValueError, one sentence, if it cannot be.
 
         Where layers have the same weights, those of one and two layers tell those of all.
@@ -50,7 +52,8 @@ class Deployment:
             raise ValueError(f"tp={tp} must be a whole number from 1 to {MAX_TP}")
         hf_config = read_config(model)
         config = family(hf_config.get("model_type", "")).from_hf(hf_config)
-        work, weights_bytes = _costs(hf_config, config, gpu, tp, dtype)
+        engine = EngineConfig(dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+        work, weights_bytes = _costs(hf_config, config, gpu, tp, engine)
         return cls(
             model,
             gpu,
@@ -102,12 +105,12 @@ class Deployment:
         )
 
 
-def _costs(hf_config: dict[str, Any], config: Any, gpu: Gpu, tp: int, dtype: str) -> tuple[Work, int]:
+def _costs(hf_config: dict[str, Any], config: Any, gpu: Gpu, tp: int, engine: EngineConfig) -> tuple[Work, int]:
     """What a step of the model costs, and the bytes of all its weights."""
     if len(set(getattr(config, "mixtures", ()))) > 1:  # some layers have experts and some have not
-        whole = _sizing(hf_config, gpu, tp, dtype)
+        whole = _sizing(hf_config, gpu, tp, engine)
         return whole.work, whole.weights_bytes
-    one, two = (_sizing(first_layers(hf_config, layers), gpu, tp, dtype) for layers in (1, 2))
+    one, two = (_sizing(first_layers(hf_config, layers), gpu, tp, engine) for layers in (1, 2))
     more = config.num_layers - 1
     work = replace(
         one.work,
@@ -119,5 +122,5 @@ def _costs(hf_config: dict[str, Any], config: Any, gpu: Gpu, tp: int, dtype: str
     return work, one.weights_bytes + more * (two.weights_bytes - one.weights_bytes)
 
 
-def _sizing(hf_config: dict[str, Any], gpu: Gpu, tp: int, dtype: str) -> Sizing:
-    return Sizing(hf_config, gpu, EngineConfig(dtype=dtype), tp=tp, mem_fraction=1)
+def _sizing(hf_config: dict[str, Any], gpu: Gpu, tp: int, engine: EngineConfig) -> Sizing:
+    return Sizing(hf_config, gpu, engine, tp=tp, mem_fraction=1)

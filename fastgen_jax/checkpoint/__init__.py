@@ -6,6 +6,7 @@ tokenizer = checkpoint.tokenizer()
 """
 
 from fastgen_jax.checkpoint.aliases import ALIASES
+from fastgen_jax.checkpoint.kv_scales import WithoutKVScales, with_kv_scales
 from fastgen_jax.checkpoint.laid_out import LaidOut
 from fastgen_jax.checkpoint.load import Cut, load_params, planned_schemes
 from fastgen_jax.checkpoint.quantized import check_quantization
@@ -18,8 +19,10 @@ __all__ = [
     "Cut",
     "LaidOut",
     "TensorSource",
+    "WithoutKVScales",
     "check_quantization",
     "load_params",
     "planned_schemes",
     "resolve",
+    "with_kv_scales",
 ]

@@ -70,6 +70,11 @@ class QuantizedSource(TensorSource, Protocol):
         ...
 
 
+def scheme_of(source: TensorSource, name: str) -> Scheme | None:
+    """How a tensor of `source` is quantised; None: it is not."""
+    return source.scheme(name) if isinstance(source, QuantizedSource) else None
+
+
 def quantize_into(source: TensorSource, name: str, out: HostMatrix, region: Region | None = None) -> None:
     """Fill `out` with a tensor of floats, or a region of it, a small piece at a time."""
     region = region or tuple(slice(0, n) for n in source.shape(name))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastgen_jax.checkpoint.host_matrix import HostMatrix, QuantizedSource
+from fastgen_jax.checkpoint.host_matrix import HostMatrix, QuantizedSource, scheme_of
 from fastgen_jax.checkpoint.source import Region, TensorSource
 from fastgen_jax.models.layout import Layout, Rows
 from fastgen_jax.schemes import Scheme
@@ -27,7 +27,7 @@ class LaidOut:
         self._places: dict[str, _Place] = {}
         for tensor in source.names():
             if layout.unread is None or not re.search(layout.unread, tensor):
-                is_quantized = _scheme(source, tensor) is not None
+                is_quantized = scheme_of(source, tensor) is not None
                 self._places |= dict(_places(tensor, source.shape(tensor), layout, is_quantized))
 
     @property
@@ -50,7 +50,7 @@ class LaidOut:
             self._source.read_into(place.tensor, part, lies)
 
     def scheme(self, name: str) -> Scheme | None:
-        return _scheme(self._source, self._places[name].tensor)
+        return scheme_of(self._source, self._places[name].tensor)
 
     def read_quantized(self, name: str, out: HostMatrix, region: Region | None = None) -> None:
         place = self._places[name]
@@ -64,10 +64,6 @@ class LaidOut:
         whole = self._source.read(place.tensor)
         whole = whole.T if place.transposed else whole
         return np.concatenate([whole[there] for _, there in place.rows.spans(slice(0, place.shape[0]))])
-
-
-def _scheme(source: TensorSource, tensor: str) -> Scheme | None:
-    return source.scheme(tensor) if isinstance(source, QuantizedSource) else None
 
 
 def _places(tensor: str, shape: tuple[int, ...], layout: Layout, is_quantized: bool) -> Iterator[tuple[str, _Place]]:

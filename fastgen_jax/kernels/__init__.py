@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from fastgen_jax.kernels.fp8 import FP8
+
 BACKENDS = ("mosaic_gpu", "xla", "reference")  # the best first
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -40,11 +42,21 @@ class Backend(Protocol):
         block_size: int,
         dtype: DTypeLike,
         platform: str,
+        kv_dtype: DTypeLike | None = None,
     ) -> str | None:
-        """None if the backend can run this, else the reason why not, to follow "cannot run: "."""
+        """None if the backend can run this, else the reason why not, to follow "cannot run: ".
+
+        dtype: of queries and output. kv_dtype: of the pools; None is the same.
+        """
 
     def split_limits(
-        self, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike
+        self,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+        dtype: DTypeLike,
+        kv_dtype: DTypeLike | None = None,
     ) -> tuple[int, int] | None:
         """For Dynamic SplitKV: the thread blocks that read side by side, and the room for splits beyond one a row.
 
@@ -64,9 +76,19 @@ class Backend(Protocol):
     ) -> tuple[Array, Array]:
         """Empty K and V pools."""
 
-    def write_kv(self, k_pool: Array, v_pool: Array, k: Array, v: Array, slot_mapping: Array) -> tuple[Array, Array]:
+    def write_kv(
+        self,
+        k_pool: Array,
+        v_pool: Array,
+        k: Array,
+        v: Array,
+        slot_mapping: Array,
+        k_scale: Array | None = None,
+        v_scale: Array | None = None,
+    ) -> tuple[Array, Array]:
         """The pools with token t's k[t] and v[t] (each [K, D]) in slot slot_mapping[t] = block * B + offset.
 
+        k_scale, v_scale: as `ragged_attention` has them; k / k_scale is what is stored, `fp8.to_stored` says how.
         Slots outside [0, N * B) are dropped; of those inside, none comes twice. In place when the pools are donated.
         """
 
@@ -83,6 +105,8 @@ class Backend(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         num_splits: Array | None = None,
+        k_scale: Array | None = None,
+        v_scale: Array | None = None,
     ) -> Array:
         """The package's `ragged_attention`, its arguments unchecked."""
 
@@ -103,11 +127,13 @@ def choose_backend(
     num_kv_heads: int,
     block_size: int | None = None,
     dtype: DTypeLike,
+    kv_dtype: DTypeLike | None = None,
     platform: str | None = None,
 ) -> Backend:
     """The backend called `name`, or the best that can run this model; never another than the one named.
 
-    block_size: None is each backend's own default. platform: "cpu" or "gpu"; None is JAX's default.
+    block_size: None is each backend's own default. dtype: of queries and output. kv_dtype: of the pools, `FP8` or the
+    same; None is the same. platform: "cpu" or "gpu"; None is JAX's default.
     """
     sizes = {"head_dim": head_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     for size_name, size in (sizes if block_size is None else sizes | {"block_size": block_size}).items():
@@ -116,6 +142,8 @@ def choose_backend(
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
     _check_dtype("dtype", dtype)
+    if kv_dtype is not None and jnp.dtype(kv_dtype) not in (FP8, jnp.dtype(dtype)):
+        raise ValueError(f"kv_dtype is {jnp.dtype(kv_dtype)}; it must be {FP8} or dtype, {jnp.dtype(dtype)}")
     refusals: list[str] = []
     platform = platform or jax.default_backend()
     for candidate in BACKENDS if name is None else (name,):
@@ -130,6 +158,7 @@ def choose_backend(
             backend.DEFAULT_BLOCK_SIZE if block_size is None else block_size,
             dtype,
             platform,
+            kv_dtype,
         )
         if reason is None:
             _log_choice(candidate, "; ".join(refusals))
@@ -156,11 +185,13 @@ def ragged_attention(
     window: int | None = None,
     softcap: float | None = None,
     num_splits: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     backend: str | None = None,
 ) -> Array:
     """Causal attention of a ragged batch of query tokens over a paged KV pool; a building block of its own.
 
-    q: [T, H, D], float32, bfloat16 or float16; the pools have the same dtype.
+    q: [T, H, D], float32, bfloat16 or float16; the pools have the same dtype, or both are float8_e4m3fn.
     k_pool, v_pool: the backend's own layout (`Backend.allocate`), the new tokens' K and V already written.
     cu_q_lens: int32 [S + 1], rising from 0; row s owns the tokens cu_q_lens[s] : cu_q_lens[s + 1], the last
         of its sequence. Unused rows at the end repeat the last value.
@@ -173,6 +204,8 @@ def ragged_attention(
     softcap: scores s become softcap * tanh(s / softcap) before masking; None is off.
     num_splits: int32 [S], into how many splits of its keys a GPU kernel cuts each row of one query (Dynamic
         SplitKV, `fastgen_jax.scheduler.split_plan`); None is kv_len // 512, at most 16. Changes no result.
+    k_scale, v_scale: float32 [], of float8_e4m3fn pools: a stored number times it is the key's or the value's; None
+        is 1. `Backend.write_kv` takes the same.
     backend: one of `BACKENDS`; None is the best whose layout the pools have.
 
     Returns [T, H, D] in q's dtype, zeros for tokens past cu_q_lens[-1]. Slots that no query sees and padding
@@ -195,9 +228,12 @@ def ragged_attention(
     _check_rank("k_pool", k_pool, 4, "a backend's layout")
     _check_rank("v_pool", v_pool, 4, "a backend's layout")
     _check_dtype("q", q.dtype)
-    for pool_name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
-        if pool.dtype != q.dtype:
-            raise ValueError(f"{pool_name} is {pool.dtype}; it must be q's dtype, {q.dtype}")
+    if k_pool.dtype not in (q.dtype, FP8):
+        raise ValueError(f"k_pool is {k_pool.dtype}; it must be q's dtype, {q.dtype}, or {FP8}")
+    if v_pool.dtype != k_pool.dtype:
+        raise ValueError(f"v_pool is {v_pool.dtype}; it must be k_pool's dtype, {k_pool.dtype}")
+    for scale_name, kv_scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        _check_kv_scale(scale_name, kv_scale, k_pool.dtype)
     _check_rows(cu_q_lens, kv_lens, block_tables)
     if num_splits is not None and (num_splits.shape, num_splits.dtype) != (kv_lens.shape, jnp.int32):
         raise ValueError(
@@ -221,6 +257,8 @@ def ragged_attention(
         window=window,
         softcap=softcap,
         num_splits=num_splits,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
@@ -241,7 +279,7 @@ def _choose_for(name: str | None, q: Array, k_pool: Array, v_pool: Array) -> Bac
             reason = f"q's {num_heads} heads are not a multiple of the pools' {num_kv_heads}"
         else:
             platform = jax.default_backend()
-            reason = backend.supported(head_dim, num_heads, num_kv_heads, block_size, q.dtype, platform)
+            reason = backend.supported(head_dim, num_heads, num_kv_heads, block_size, q.dtype, platform, k_pool.dtype)
         if reason is None:
             return backend
         refusals.append(f"backend={candidate!r} cannot run: {reason}")
@@ -259,6 +297,15 @@ def _check_dtype(name: str, dtype: Any) -> None:
         found = repr(dtype)
     if found not in DTYPES:
         raise ValueError(f"{name} is {found}; it must be one of {', '.join(DTYPES)}")
+
+
+def _check_kv_scale(name: str, scale: Any, kv_dtype: Any) -> None:
+    if scale is None:
+        return
+    if kv_dtype != FP8:
+        raise ValueError(f"{name} is for pools of {FP8}; these are {kv_dtype}")
+    if (getattr(scale, "shape", None), getattr(scale, "dtype", None)) != ((), jnp.float32):
+        raise ValueError(f"{name} is {scale!r:.60}; it must be an array, float32[]")
 
 
 def _check_rank(name: str, array: Array, rank: int, form: str) -> None:

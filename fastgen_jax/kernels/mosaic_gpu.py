@@ -21,6 +21,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fastgen_jax.kernels import mosaic_gpu_hopper, mosaic_gpu_portable, work
+from fastgen_jax.kernels.fp8 import FP8, to_stored
 from fastgen_jax.kernels.mosaic_gpu_combine import combine
 from fastgen_jax.kernels.mosaic_gpu_common import LSE_COLUMNS, Config
 
@@ -76,7 +77,14 @@ class MosaicGpu:
     HEADS_AXIS = HEADS_AXIS
 
     def supported(
-        self, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike, platform: str
+        self,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+        dtype: DTypeLike,
+        platform: str,
+        kv_dtype: DTypeLike | None = None,
     ) -> str | None:
         """None if it can run this, else the reason why not."""
         if self.target is None or (platform != "gpu" and self.interpret is None):
@@ -101,17 +109,22 @@ class MosaicGpu:
         num_kv_heads: int,
         block_size: int,
         *,
+        kv_dtype: DTypeLike | None = None,
         scale: float = 1.0,
         window: int | None = None,
         softcap: float | None = None,
     ) -> Config:
-        """The variant of the kernel for tiles or for splits that a model gets."""
+        """The variant of the kernel for tiles or for splits that a model gets.
+
+        kv_dtype: of the pools; None is `dtype`.
+        """
         assert self.target is not None
         return self.kernels.config(
             self.target.capability,
             self.target.num_sms,
             self.target.smem_bytes,
             dtype=dtype,
+            kv_dtype=dtype if kv_dtype is None else kv_dtype,
             head_dim=padded_dim(head_dim),
             group=part_of(num_heads // num_kv_heads),
             block_size=block_size,
@@ -128,11 +141,17 @@ class MosaicGpu:
         return mosaic_gpu_hopper if self.target.capability == (9, 0) else mosaic_gpu_portable
 
     def split_limits(
-        self, head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike
+        self,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+        dtype: DTypeLike,
+        kv_dtype: DTypeLike | None = None,
     ) -> tuple[int, int] | None:
         """The thread blocks that read side by side, and how many splits beyond one a row a launch has room for."""
         assert self.target is not None
-        config = self.config(True, dtype, head_dim, num_heads, num_kv_heads, block_size)
+        config = self.config(True, dtype, head_dim, num_heads, num_kv_heads, block_size, kv_dtype=kv_dtype)
         return config.num_ctas, max_extra_splits(num_kv_heads, self.target.num_sms)
 
     def pool_shapes(
@@ -154,7 +173,16 @@ class MosaicGpu:
         k_shape, v_shape = self.pool_shapes(num_blocks, block_size, num_kv_heads, head_dim)
         return jnp.zeros(k_shape, dtype), jnp.zeros(v_shape, dtype)
 
-    def write_kv(self, k_pool: Array, v_pool: Array, k: Array, v: Array, slot_mapping: Array) -> tuple[Array, Array]:
+    def write_kv(
+        self,
+        k_pool: Array,
+        v_pool: Array,
+        k: Array,
+        v: Array,
+        slot_mapping: Array,
+        k_scale: Array | None = None,
+        v_scale: Array | None = None,
+    ) -> tuple[Array, Array]:
         """Put token t's k[t], v[t] [K, D] at slot_mapping[t] = block * B + offset; other slots are dropped.
 
         In place when the pools are donated.
@@ -164,12 +192,12 @@ class MosaicGpu:
         block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
         offset = slot_mapping % block_size
 
-        def write(pool: Array, new: Array) -> Array:
-            new = _pad_dim(new, pool.shape[-1]).astype(pool.dtype)
+        def write(pool: Array, new: Array, scale: Array | None) -> Array:
+            new = to_stored(_pad_dim(new, pool.shape[-1]), pool.dtype, scale)
             # Unique, so plain stores: otherwise they are atomic.
             return pool.at[block, :, offset, :].set(new, mode="drop", unique_indices=True)
 
-        return write(k_pool, k), write(v_pool, v)
+        return write(k_pool, k, k_scale), write(v_pool, v, v_scale)
 
     # One trace and one lowering serve all layers of a kind.
     @partial(jax.jit, static_argnames=("self", "scale", "window", "softcap"))
@@ -186,6 +214,8 @@ class MosaicGpu:
         window: int | None = None,
         softcap: float | None = None,
         num_splits: Array | None = None,
+        k_scale: Array | None = None,
+        v_scale: Array | None = None,
     ) -> Array:
         """Attention of each query token over its sequence: `fastgen_jax.kernels.ragged_attention`'s contract."""
         assert self.target is not None
@@ -199,12 +229,16 @@ class MosaicGpu:
             )  # fmt: skip
             return _in_parts(attend, q, num_kv_heads)
         sizes = (q.dtype, head_dim, num_heads, num_kv_heads, block_size)
-        configure = partial(self.config, scale=scale, window=window, softcap=softcap)
+        configure = partial(self.config, kv_dtype=k_pool.dtype, scale=scale, window=window, softcap=softcap)
         # [K, T * G, D]: a tile of queries and the heads that share its keys are rows that lie together. The rows
         # behind the end are what the last tile may read beyond it.
         q = _pad_dim(q.reshape(num_tokens, num_kv_heads, group, head_dim), pool_dim)
         q = q.swapaxes(0, 1).reshape(num_kv_heads, num_tokens * group, pool_dim)
         q = jnp.pad(q, ((0, 0), (0, kernels.QUERY_PADDING), (0, 0)))
+        kv_scales = None
+        if k_pool.dtype == FP8:
+            kv_scales = jnp.stack([jnp.float32(1) if one is None else one for one in (k_scale, v_scale)])
+        given = (q, k_pool, v_pool, kv_scales)
 
         with jax.named_scope("tiles"):
             config = configure(False, *sizes)
@@ -213,7 +247,7 @@ class MosaicGpu:
             )
             out_shape = (num_tokens, num_kv_heads, group, config.out_dim)
             out = kernels.launch(
-                config, q, k_pool, v_pool, tiles, block_tables,
+                config, *given, tiles, block_tables,
                 out_type=jax.ShapeDtypeStruct(out_shape, q.dtype), interpret=self.interpret,
             )  # fmt: skip
         out_ref = jax.new_ref(out)
@@ -227,7 +261,7 @@ class MosaicGpu:
                 jax.ShapeDtypeStruct((max_items, num_kv_heads, LSE_COLUMNS), jnp.float32),
             )
             partial_out, partial_lse = kernels.launch(
-                configure(True, *sizes), q, k_pool, v_pool, splits.work, block_tables, out_ref,
+                configure(True, *sizes), *given, splits.work, block_tables, out_ref,
                 out_type=partials, interpret=self.interpret,
             )  # fmt: skip
         with jax.named_scope("combine"):

@@ -28,12 +28,13 @@ LOG2E = math.log2(math.e)
 class Config:
     """One compiled variant of an attention kernel.
 
-    head_dim: the pool's, padded. splits: whether the work list is of splits of one token's keys, or of tiles.
-    num_warpgroups: of those that compute. kv_tile: keys of a stage, of which num_stages are in shared memory.
-    num_ctas: thread blocks of the launch.
+    dtype: of queries and output. kv_dtype: of the pools. head_dim: the pools', padded. splits: whether the work list
+    is of splits of one token's keys, or of tiles. num_warpgroups: of those that compute. kv_tile: keys of a stage, of
+    which num_stages are in shared memory. num_ctas: thread blocks of the launch.
     """
 
     dtype: DTypeLike
+    kv_dtype: DTypeLike
     head_dim: int
     group: int
     block_size: int
@@ -68,8 +69,19 @@ class Config:
 
     @property
     def transforms(self) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-        """Layout in shared memory of q, K and V."""
+        """Layout in shared memory of q, and of K and V as they are multiplied."""
         return plgpu.TilingTransform((8, self.tile_columns)), plgpu.SwizzleTransform(2 * self.tile_columns)
+
+    @property
+    def widens(self) -> bool:
+        """Whether K and V come in 8 bits a number, and are made 16 in shared memory before they are multiplied."""
+        return jnp.dtype(self.kv_dtype) != jnp.dtype(self.dtype)
+
+    @property
+    def kv_transforms(self) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+        """Layout in shared memory of K and V as they come, in tiles of the same numbers as `transforms`."""
+        row_bytes = jnp.dtype(self.kv_dtype).itemsize * self.tile_columns
+        return plgpu.TilingTransform((8, self.tile_columns)), plgpu.SwizzleTransform(row_bytes)
 
     @property
     def out_dim(self) -> int:
@@ -156,16 +168,18 @@ def visible(c: Config, position: Array, first_key: Array, kv_stop: Array, layout
     return seen if c.window is None else seen & (key > token + (position - c.window))
 
 
-def weigh(c: Config, scores: Array, seen: Array | None, acc: Array, m: Array, l: Array) -> tuple[Array, ...]:
+def weigh(
+    c: Config, scale: float | Array, scores: Array, seen: Array | None, acc: Array, m: Array, l: Array
+) -> tuple[Array, ...]:
     """Softmax goes on with a stage's scores q . k [64, kv_tile] -> its weights, and acc, m and l brought up to date.
 
-    seen: where the scores count; None is everywhere. acc [64, D], m and l [64] are the output, the maximum and the
-    sum of the stages before, as in FlashAttention (arXiv 2205.14135). In powers of 2, with the scale applied within
-    the exponent's multiply-add.
+    scale: what the scores are multiplied by. seen: where they count; None is everywhere. acc [64, D], m and l [64]
+    are the output, the maximum and the sum of the stages before, as in FlashAttention (arXiv 2205.14135). In powers of
+    2, with the scale applied within the exponent's multiply-add.
     """
-    scale = c.scale * LOG2E
     if c.softcap is not None:
-        scores, scale = jnp.tanh(scores * (c.scale / c.softcap)), c.softcap * LOG2E
+        scores, scale = jnp.tanh(scores * (scale / c.softcap)), c.softcap
+    scale = scale * LOG2E
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
     m_new = jnp.maximum(m, scores.max(axis=1) * scale)

@@ -29,6 +29,7 @@ from fastgen_jax.kernels.mosaic_gpu_common import (
     visible,
     weigh,
 )
+from fastgen_jax.kernels.mosaic_gpu_widen import in_16_bits, output_scale, score_scale
 
 QUERY_PADDING = ROWS
 """Rows of q behind the last token's, which the last tile may read."""
@@ -68,7 +69,7 @@ def config(
 ) -> Config:
     """The variant for a shape: two thread blocks on each SM, if two stages for each fit in its shared memory.
 
-    shape: `dtype`, `group`, `block_size`, `scale`, `window` and `softcap` of `Config`.
+    shape: `dtype`, `kv_dtype`, `group`, `block_size`, `scale`, `window` and `softcap` of `Config`.
     """
     tma = capability >= (9, 0)
     # Many keys at a time cost less each, as far as registers go; copies by TMA take a few more.
@@ -78,24 +79,32 @@ def config(
     item = jnp.dtype(c.dtype).itemsize
     output = ROWS * (c.store_columns + 8) * jnp.dtype(c.store_dtype).itemsize
     other = output + OTHER_SMEM + (ROWS * head_dim * item if c.reload_queries else 0)
+    kv_item = jnp.dtype(c.kv_dtype).itemsize
     choices = list(itertools.product((2, 1), tiles))
     if head_dim % 64:  # 16 keys are no multiple of 16 bytes for each thread
         choices.sort(key=lambda choice: -choice[1])
     for ctas_per_sm, kv_tile in choices:
         free = (smem_bytes + RESERVED_SMEM) // ctas_per_sm - RESERVED_SMEM - other
-        num_stages = min(MAX_STAGES, free // (2 * kv_tile * head_dim * item))
+        if c.widens:
+            free -= kv_tile * head_dim * item
+        num_stages = min(MAX_STAGES, free // (2 * kv_tile * head_dim * kv_item))
         if num_stages >= 2:
             break
     return replace(c, num_ctas=ctas_per_sm * num_sms, kv_tile=kv_tile, num_stages=num_stages)
 
 
-def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> None:
-    """The body. q: [K, T * G + padding, D]; pools: [N, K, B, D]; refs: out [T, K, G, Do], partials, scratch."""
+def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *rest) -> None:
+    """The body. q: [K, T * G + padding, D]; pools: [N, K, B, D].
+
+    rest: of pools of 8 bits their scales, float32 [2]; out [T, K, G, Do], partials, scratch.
+    """
+    kv_scales, *refs = rest if c.widens else (None, *rest)
     if c.splits:
         out, partial_out, partial_lse, *scratch = refs
     else:
         (out, *scratch), partial_out, partial_lse = refs, None, None
-    q_s, k_s, v_s, output, k_ready, v_ready = scratch
+    q_s, k_s, v_s, wide_s, output, k_ready, v_ready = scratch
+    scale = score_scale(c, kv_scales)
     row_layout = plgpu.Layout.WGMMA.reduce(1)
 
     def unit(item: Array, head: Array, step: Array) -> Array:
@@ -130,18 +139,19 @@ def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> Non
             wait_copies(c, k_ready, slot, jnp.minimum(num_after, c.num_stages - 2), c.num_stages - 2, c.num_copies)
             fetch(i + c.num_stages - 1)  # over the stage before this one, which all are done with
 
-            scores = dot_keys(c, queries, k_s.at[slot])
+            scores = dot_keys(c, queries, in_16_bits(c, k_s.at[slot], wide_s))
             seen = visible(c, position, first_key(i), kv_stop, plgpu.Layout.WGMMA) if masked else None
-            p, acc, m, l = weigh(c, scores, seen, acc, m, l)
+            p, acc, m, l = weigh(c, scale, scores, seen, acc, m, l)
 
             wait_copies(c, v_ready, slot, jnp.minimum(num_after, c.num_stages - 1), c.num_stages - 1, 0)
+            values = in_16_bits(c, v_s.at[slot], wide_s)
             if masked:
 
                 @pl.when(is_edge(c, first_key(i), position, kv_stop))
                 def _() -> None:
-                    clear_values(c, v_s.at[slot], first_key(i), position, kv_stop)
+                    clear_values(c, values, first_key(i), position, kv_stop)
 
-            acc = add_values(c, acc, as_operand(p.astype(c.dtype)), v_s.at[slot])
+            acc = add_values(c, acc, as_operand(p.astype(c.dtype)), values)
             if c.tma:
                 plgpu.commit_smem()  # before the next copy overwrites what was read
             return acc, m, l
@@ -155,7 +165,7 @@ def kernel(c: Config, q, k_pool, v_pool, items, num_items, tables, *refs) -> Non
         acc, m, l = lax.fori_loop(num_masked, num_stages, partial(stage, masked=False), carry)
 
         l = jnp.where(l > 0, l, 1.0)
-        acc = acc * lax.broadcast_in_dim(1 / l, acc.shape, [0])
+        acc = acc * lax.broadcast_in_dim(output_scale(kv_scales) / l, acc.shape, [0])
         for column in range(0, c.head_dim, c.store_columns):
             width = min(c.store_columns, c.head_dim - column)
             output[:, :width] = lax.slice(acc, (0, column), (ROWS, column + width)).astype(output.dtype)
@@ -245,12 +255,13 @@ def clear_values(c: Config, values: Any, first_key: Array, position: Array, kv_s
 
 def scratch_types(c: Config) -> list[Any]:
     """Shared memory and barriers, in the order of `kernel`'s; None for what this variant does without."""
-    stages = plgpu.SMEM((c.num_stages, c.kv_tile, c.head_dim), c.dtype, transforms=c.transforms)
+    stages = plgpu.SMEM((c.num_stages, c.kv_tile, c.head_dim), c.kv_dtype, transforms=c.kv_transforms)
     ready = plgpu.Barrier(num_arrivals=c.num_copies, num_barriers=c.num_stages) if c.tma else None
     return [
         plgpu.SMEM((ROWS, c.head_dim), c.dtype, transforms=c.transforms) if c.reload_queries else None,
         stages,
         stages,
+        plgpu.SMEM((c.kv_tile, c.head_dim), c.dtype, transforms=c.transforms) if c.widens else None,
         # Eight columns more than are used, so that threads that store to different rows meet different banks.
         plgpu.SMEM((ROWS, c.store_columns + 8), c.store_dtype),
         ready,
@@ -263,13 +274,17 @@ def launch(
     q: Array,
     k_pool: Array,
     v_pool: Array,
+    kv_scales: Array | None,
     work_list: work.Work,
     block_tables: Array,
     *refs: Any,
     out_type: Any,
     interpret: Any = None,
 ) -> Any:
-    """Run a work list. Of splits, `refs` is the reference to the output, written in place."""
+    """Run a work list. Of splits, `refs` is the reference to the output, written in place.
+
+    kv_scales: float32 [2], K's and V's, of pools of 8 bits.
+    """
     return plgpu.kernel(
         partial(kernel, c),
         out_type=out_type,
@@ -283,4 +298,4 @@ def launch(
         ),
         kernel_name="portable_splits" if c.splits else "portable_tiles",
         interpret=interpret,
-    )(q, k_pool, v_pool, work_list.items, work_list.num_items, block_tables, *refs)
+    )(q, k_pool, v_pool, *work_list, block_tables, *([] if kv_scales is None else [kv_scales]), *refs)

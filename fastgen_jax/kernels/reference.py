@@ -8,19 +8,34 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from fastgen_jax.kernels.fp8 import times, to_stored
+
 NAME = "reference"
 DEFAULT_BLOCK_SIZE = 16
 HEADS_AXIS = 2
 
 
 def supported(
-    head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike, platform: str
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+    dtype: DTypeLike,
+    platform: str,
+    kv_dtype: DTypeLike | None = None,
 ) -> str | None:
     """None: it runs everything, everywhere."""
     return None
 
 
-def split_limits(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike) -> None:
+def split_limits(
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike | None = None,
+) -> None:
     """None: rows are not split."""
 
 
@@ -46,17 +61,26 @@ def allocate(
     return jnp.zeros(k_shape, dtype), jnp.zeros(v_shape, dtype)
 
 
-def write_kv(k_pool: Array, v_pool: Array, k: Array, v: Array, slot_mapping: Array) -> tuple[Array, Array]:
+def write_kv(
+    k_pool: Array,
+    v_pool: Array,
+    k: Array,
+    v: Array,
+    slot_mapping: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+) -> tuple[Array, Array]:
     """Put token t's k[t], v[t] [K, D] at slot_mapping[t] = block * B + offset; other slots are dropped."""
     num_blocks, block_size, *row = k_pool.shape
     num_slots = num_blocks * block_size
     # A negative index would count from the end.
     slots = jnp.where(slot_mapping < 0, num_slots, slot_mapping)
 
-    def write(pool: Array, new: Array) -> Array:
-        return pool.reshape(num_slots, *row).at[slots].set(new.astype(pool.dtype), mode="drop").reshape(pool.shape)
+    def write(pool: Array, new: Array, scale: Array | None) -> Array:
+        new = to_stored(new, pool.dtype, scale)
+        return pool.reshape(num_slots, *row).at[slots].set(new, mode="drop").reshape(pool.shape)
 
-    return write(k_pool, k), write(v_pool, v)
+    return write(k_pool, k, k_scale), write(v_pool, v, v_scale)
 
 
 def combine(outs: Array, lses: Array) -> Array:
@@ -80,6 +104,8 @@ def ragged_attention(
     window: int | None = None,
     softcap: float | None = None,
     num_splits: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     """Attention of each query token over its sequence: `fastgen_jax.kernels.ragged_attention`'s contract."""
     num_tokens, num_heads, head_dim = q.shape
@@ -98,7 +124,8 @@ def ragged_attention(
             visible &= key_position > position - window
 
         query = q[token].reshape(num_kv_heads, -1, head_dim)
-        scores = scale * jnp.einsum(
+        keys = keys.astype(q.dtype)  # exact, of 8 bits
+        scores = times(scale, k_scale) * jnp.einsum(
             "kgd,ckd->kgc", query, keys, precision=precision, preferred_element_type=jnp.float32
         )
         if softcap is not None:
@@ -107,7 +134,7 @@ def ragged_attention(
         # What lies in slots no query may see can be anything, NaN too, and 0 * NaN is NaN.
         values = jnp.where(visible[:, None, None], values, 0).astype(jnp.float32)
         out = jnp.einsum("kgc,ckd->kgd", jax.nn.softmax(scores), values, precision=jax.lax.Precision.HIGHEST)
-        out = jnp.where(token < cu_q_lens[-1], out, 0)
+        out = jnp.where(token < cu_q_lens[-1], times(out, v_scale), 0)
         return out.reshape(num_heads, head_dim).astype(q.dtype)
 
     return jax.lax.map(attend, jnp.arange(num_tokens, dtype=jnp.int32))

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from fastgen_jax.kernels.fp8 import times, to_stored
+
 NAME = "xla"
 DEFAULT_BLOCK_SIZE = 64
 HEADS_AXIS = 1
@@ -33,13 +35,26 @@ _MASKED = -1e30  # finite: (-inf) - (-inf) is NaN where a whole chunk is masked
 
 
 def supported(
-    head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike, platform: str
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+    dtype: DTypeLike,
+    platform: str,
+    kv_dtype: DTypeLike | None = None,
 ) -> str | None:
     """None: it runs every shape, dtype and platform."""
     return None
 
 
-def split_limits(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int, dtype: DTypeLike) -> None:
+def split_limits(
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike | None = None,
+) -> None:
     """None: rows are not split."""
 
 
@@ -67,7 +82,15 @@ def allocate(
     return jnp.zeros(k_shape, dtype), jnp.zeros(v_shape, dtype)
 
 
-def write_kv(k_pool: Array, v_pool: Array, k: Array, v: Array, slot_mapping: Array) -> tuple[Array, Array]:
+def write_kv(
+    k_pool: Array,
+    v_pool: Array,
+    k: Array,
+    v: Array,
+    slot_mapping: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+) -> tuple[Array, Array]:
     """Put token t's k[t], v[t] [K, D] at slot_mapping[t] = block * B + offset; other slots are dropped.
 
     In place when the pools are donated.
@@ -76,8 +99,8 @@ def write_kv(k_pool: Array, v_pool: Array, k: Array, v: Array, slot_mapping: Arr
     # A negative index would count from the end.
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     offset = slot_mapping % block_size
-    k_pool = k_pool.at[block, :, :, offset].set(k.astype(k_pool.dtype), mode="drop")
-    v_pool = v_pool.at[block, :, offset, :].set(v.astype(v_pool.dtype), mode="drop")
+    k_pool = k_pool.at[block, :, :, offset].set(to_stored(k, k_pool.dtype, k_scale), mode="drop")
+    v_pool = v_pool.at[block, :, offset, :].set(to_stored(v, v_pool.dtype, v_scale), mode="drop")
     return k_pool, v_pool
 
 
@@ -85,11 +108,12 @@ type _Partial = tuple[Array, Array, Array]  # m, l, o of the chunks visited so f
 
 
 class _Maths(NamedTuple):
-    """What the scores depend on beside q and k."""
+    """What the output depends on beside q, k and v. scale: of the scores, k's included. v_scale: None is 1."""
 
-    scale: float
+    scale: float | Array
     window: int | None
     softcap: float | None
+    v_scale: Array | None
 
     def first_key(self, position: Array) -> Array:
         """The first key that a query at `position` sees."""
@@ -101,6 +125,10 @@ class _Maths(NamedTuple):
         if self.softcap is not None:
             scores = jnp.tanh(scores / self.softcap) * self.softcap
         return scores if visible is None else jnp.where(visible, scores, _MASKED)
+
+    def normalised(self, l: Array, o: Array) -> Array:
+        """o / l, and zeros where no key was seen."""
+        return times(o / jnp.where(l > 0, l, 1)[..., None], self.v_scale)
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "softcap"))
@@ -116,9 +144,11 @@ def ragged_attention(
     window: int | None = None,
     softcap: float | None = None,
     num_splits: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     """Attention of each query token over its sequence: `fastgen_jax.kernels.ragged_attention`'s contract."""
-    maths = _Maths(scale, window, softcap)
+    maths = _Maths(times(scale, k_scale), window, softcap, v_scale)
     with jax.named_scope("prompt_tiles"):
         out = _attend_prompts(q, k_pool, v_pool, cu_q_lens, kv_lens, block_tables, maths)
     with jax.named_scope("decode_rows"):
@@ -162,7 +192,7 @@ def _attend_decodes(
         key_position = chunk_id[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)[None]
         visible = (key_position >= _take(first_key, row)[:, None]) & (key_position < _take(kv_lens, row)[:, None])
         keys, values = _gather_chunks(
-            k_pool, v_pool, jnp.minimum(row, num_rows - 1), chunk_id, block_tables, blocks_per_chunk
+            k_pool, v_pool, jnp.minimum(row, num_rows - 1), chunk_id, block_tables, blocks_per_chunk, q.dtype
         )
         values = jnp.where(visible[:, None, :, None], values, 0)  # 0 * NaN is NaN
         scores = maths.scores(_dot("wkgd,wkdc->wkgc", _take(q, row), keys), visible[:, None, None, :])
@@ -178,7 +208,7 @@ def _attend_decodes(
 
     start = jnp.int32(0), *_empty(q.shape)
     _, _, l, o = lax.while_loop(lambda state: state[0] < ends[-1], visit, start)
-    return _normalise(l, o).reshape(num_rows, num_heads, head_dim).astype(q.dtype)
+    return maths.normalised(l, o).reshape(num_rows, num_heads, head_dim).astype(q.dtype)
 
 
 def _attend_prompts(
@@ -218,7 +248,9 @@ def _attend_prompts(
 
         def visit(chunk_id: Array, state: _Partial, size: int = chunk, all_seen: bool = False) -> _Partial:
             m, l, o = state
-            keys, values = _gather_chunks(k_pool, v_pool, row[None], chunk_id[None], block_tables, size // block_size)
+            keys, values = _gather_chunks(
+                k_pool, v_pool, row[None], chunk_id[None], block_tables, size // block_size, q.dtype
+            )
             keys, values, visible = keys[0], values[0], None
             if not all_seen:
                 key_position = chunk_id * size + jnp.arange(size, dtype=jnp.int32)
@@ -241,7 +273,7 @@ def _attend_prompts(
             first_chunk = num_seen * (seen_chunk // chunk)
         last_key = stop - 1 + to_position
         _, l, o = lax.fori_loop(first_chunk, last_key // chunk + 1, visit, state)
-        o = _normalise(l, o).reshape(num_kv_heads, tile, group, head_dim).swapaxes(0, 1)
+        o = maths.normalised(l, o).reshape(num_kv_heads, tile, group, head_dim).swapaxes(0, 1)
         o = o.reshape(tile, num_heads, head_dim).astype(q.dtype)
         o = jnp.where(owned[:, None, None], o, lax.dynamic_slice_in_dim(out, at, tile))
         return lax.dynamic_update_slice_in_dim(out, o, at, 0)
@@ -250,16 +282,22 @@ def _attend_prompts(
 
 
 def _gather_chunks(
-    k_pool: Array, v_pool: Array, row: Array, chunk_id: Array, block_tables: Array, blocks_per_chunk: int
+    k_pool: Array,
+    v_pool: Array,
+    row: Array,
+    chunk_id: Array,
+    block_tables: Array,
+    blocks_per_chunk: int,
+    dtype: DTypeLike,
 ) -> tuple[Array, Array]:
-    """Chunk chunk_id[w] of row[w]: keys [W, K, D, C] and values [W, K, C, D]."""
+    """Chunk chunk_id[w] of row[w], in `dtype`: keys [W, K, D, C] and values [W, K, C, D]."""
     num_blocks, block_size, num_kv_heads, head_dim = pool_dims(k_pool, v_pool)
     column = chunk_id[:, None] * blocks_per_chunk + jnp.arange(blocks_per_chunk, dtype=jnp.int32)[None]
     # Past the table's end there are only keys past kv_len, which are masked.
     block = block_tables[row[:, None], jnp.minimum(column, block_tables.shape[1] - 1)]
     # One row per block: gathering from the flat view takes half the time of a 4-D gather.
-    keys = _take(k_pool.reshape(num_blocks, -1), block)
-    values = _take(v_pool.reshape(num_blocks, -1), block)
+    keys = _take(k_pool.reshape(num_blocks, -1), block).astype(dtype)
+    values = _take(v_pool.reshape(num_blocks, -1), block).astype(dtype)
     keys = keys.reshape(-1, blocks_per_chunk, num_kv_heads, head_dim, block_size)
     values = values.reshape(-1, blocks_per_chunk, num_kv_heads, block_size, head_dim)
     size = blocks_per_chunk * block_size
@@ -281,11 +319,6 @@ def _empty(query_shape: tuple[int, ...]) -> _Partial:
     """The partial result of queries [..., D] that have seen no key."""
     l = jnp.zeros(query_shape[:-1], jnp.float32)
     return l + _MASKED, l, jnp.zeros(query_shape, jnp.float32)
-
-
-def _normalise(l: Array, o: Array) -> Array:
-    """o / l, and zeros where no key was seen."""
-    return o / jnp.where(l > 0, l, 1)[..., None]
 
 
 def _owner(ends: Array, index: Array) -> Array:

@@ -14,6 +14,7 @@ from jax import Array
 
 from fastgen_jax.batch import RaggedBatch
 from fastgen_jax.kernels import Backend
+from fastgen_jax.kernels.fp8 import FP8
 from fastgen_jax.kv_pool import LayerKV
 from fastgen_jax.models.norms import norm_heads
 from fastgen_jax.models.rope import rotate
@@ -32,6 +33,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_new": partial(jax.nn.gelu, approximate=True),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
+
+KV_SCALES = ("k_scale", "v_scale")
+"""Params [] that an `Attention` may have."""
 
 normal = nn.initializers.normal(0.02)
 
@@ -175,7 +179,8 @@ class Attention(nn.Module):
                 turn = partial(rotate, cos=cos_sin[0], sin=cos_sin[1], interleaved=self.rope_interleaved)
                 queries, keys = turn(queries), turn(keys)
         with jax.named_scope("write_kv"):
-            kv = self.backend.write_kv(*kv, keys, values, batch.slot_mapping)
+            kv_scales = self._kv_scales(kv)
+            kv = self.backend.write_kv(*kv, keys, values, batch.slot_mapping, **kv_scales)
         with jax.named_scope("attention"):
             out = self.backend.ragged_attention(
                 queries,
@@ -187,10 +192,16 @@ class Attention(nn.Module):
                 window=self.window,
                 softcap=self.softcap,
                 num_splits=batch.num_splits,
+                **kv_scales,
             )
         with jax.named_scope("out"):
             project = Linear(x.shape[-1], self.out_bias, axes=("embed", "heads"), shards=shards, name=self.out_name)
             return project(out.reshape(-1, h * d)), kv
+
+    def _kv_scales(self, kv: LayerKV) -> dict[str, Array]:
+        """What a stored K and V are multiplied by, of a pool of 8 bits: such params as a checkpoint brought."""
+        names = [name for name in KV_SCALES if kv[0].dtype == FP8 and self.has_variable("params", name)]
+        return {name: self.get_variable("params", name).astype(jnp.float32) for name in names}
 
 
 class MLP(nn.Module):

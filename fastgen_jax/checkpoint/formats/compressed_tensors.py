@@ -74,7 +74,7 @@ class CompressedTensors:
         *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"),
         *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
     )
-    unread: ClassVar[str | None] = r"\.[qkv]_(scale|zero_point)$"
+    unread: ClassVar[str | None] = r"\.(q_scale|[qkv]_zero_point)$"
 
     def _weights(self, module: str) -> Weights | None:
         """The group that has a module, by its name first, and otherwise as a Linear."""

@@ -29,7 +29,7 @@ class Fp8:
 
     marks: ClassVar[tuple[str, ...]] = ("weight",)
     parts: ClassVar[tuple[str, ...]] = ("weight", *_SCALES, "activation_scale", "input_scale")
-    unread: ClassVar[str | None] = r"\.[kv]_scale$"
+    unread: ClassVar[str | None] = None
 
     def planned(self, module: str, inputs: int) -> Scheme | None:
         return None if module == "lm_head" or is_named(module, self.unquantized) else self._scheme(inputs)

@@ -144,6 +144,8 @@ def test_layers_with_a_window_may_have_a_rope_of_their_own():
             {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic", "factor": 2.0}}},
             "rope_type='dynamic' of sliding_attention is not supported",
         ),
+        ("gemma3_text", {"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks the field 'factor'"),
+        ("gemma3_text", {"max_position_embeddings": None}, "lacks the field 'max_position_embeddings'"),
         ("gemma3", {"text_config": {"model_type": "gemma2"}}, "has model_type='gemma2', not 'gemma3_text'"),
         ("olmo", {"clip_qkv": 8.0}, "this olmo model has unsupported fields: clip_qkv=8.0"),
         ("olmoe", {"num_experts_per_tok": 65}, "num_experts_per_tok=65 must be at most the number of experts, 64"),

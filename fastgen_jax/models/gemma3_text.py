@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fastgen_jax.models import gemma2, llama, rope
+from fastgen_jax.models import gemma2, llama
 from fastgen_jax.models.hf_config import HFConfig
+from fastgen_jax.models.rope import by_layer_type
 
 Model = llama.Model
 
@@ -24,21 +25,17 @@ DEFAULTS = {
 
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
-    hf = DEFAULTS | gemma2.with_one_activation(hf)
-    fields = HFConfig(hf)
+    fields = HFConfig(DEFAULTS | gemma2.with_one_activation(hf))
     fields.only("use_bidirectional_attention", False, None)
     fields.only("attn_logit_softcapping", None)  # which nobody reads
     num_layers, window = fields.count("num_hidden_layers"), fields.count("sliding_window", 4096)
     every = fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern", 6))
     windowed = fields.windowed(num_layers, lambda layer: (layer + 1) % every != 0)
     bias = fields.take("attention_bias", False)
-    full, local = rope.by_layer_type(fields, theta=1e6, window_theta=1e4)
-    if full.get("rope_type") == "linear":  # whose outcome max_position_embeddings is
-        full["original_max_position_embeddings"] = int(hf["max_position_embeddings"] / full["factor"])
     config = llama.read_config(
         fields,
         windows=tuple(window if one else None for one in windowed),
-        ropes=(full, local),
+        ropes=by_layer_type(fields, theta=1e6, window_theta=1e4),
         norm="rms, less 1",
         layer_norms=gemma2.NORMS,
         head_norm="rms, less 1",
@@ -48,4 +45,7 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
         out_bias=bias,
     )
     fields.finish()
-    return replace(config, embedding_scale=config.hidden_size**0.5)
+    rope = config.rope
+    if rope.rope_type == "linear":  # whose outcome max_position_embeddings is
+        rope = replace(rope, original_max_len=int(config.max_position_embeddings / rope.factor))
+    return replace(config, rope=rope, embedding_scale=config.hidden_size**0.5)

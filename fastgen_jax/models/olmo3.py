@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fastgen_jax.models import llama, olmo2, rope
+from fastgen_jax.models import llama, olmo2
 from fastgen_jax.models.hf_config import HFConfig
+from fastgen_jax.models.rope import by_layer_type
 
 Model = llama.Model
 
@@ -17,7 +18,7 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     config = llama.read_config(
         fields,
         windows=tuple(window if one else None for one in windowed),
-        ropes=rope.by_layer_type(fields, theta=5e5),
+        ropes=by_layer_type(fields, theta=5e5),
         layer_norms=olmo2.AFTER,
         head_norm="rms, all heads",
         qkv_bias=bias,

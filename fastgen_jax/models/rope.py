@@ -10,6 +10,9 @@ from jax import Array
 
 from fastgen_jax.models.hf_config import HFConfig
 
+Parameters = dict[str, Any]
+"""What a config.json calls `rope_parameters`."""
+
 REQUIRED = {
     "default": (),
     "linear": ("factor",),
@@ -174,10 +177,6 @@ class Rope:
         return inv_freq / self.factor * interpolated + inv_freq * (1 - interpolated)
 
 
-Parameters = dict[str, Any]
-"""What a config.json calls `rope_parameters`."""
-
-
 def by_layer_type(
     fields: HFConfig, *, theta: float, window_theta: float | None = None
 ) -> tuple[Parameters, Parameters]:
@@ -192,8 +191,10 @@ def by_layer_type(
     theta = fields.take("rope_theta", theta)
     local = fields.take("rope_local_base_freq", theta if window_theta is None else window_theta)
     windowed = {"rope_theta": local} | (by_type.get("sliding_attention") or {})
-    if windowed.get("rope_type", "default") in VARYING:
-        raise ValueError(f"rope_type={windowed['rope_type']!r} of sliding_attention is not supported")
+    if (rope_type := windowed.get("rope_type", windowed.get("type"))) in VARYING:
+        raise ValueError(
+            f"rope_type={rope_type!r} of sliding_attention is not supported, nor any that varies with the length"
+        )
     full = {"rope_theta": theta} | (by_type.get("full_attention") or {})
     return full | fields.take("rope_scaling", {}), windowed
 

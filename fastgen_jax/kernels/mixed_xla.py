@@ -176,11 +176,13 @@ def _dot(letters: str, a: Array, b: Array) -> Array:
 def _by_blocks(
     rows: int, num_tokens: int, outputs: Callable[..., Array], values: Array, scales: Array, zeros: Array | None
 ) -> Array:
-    """float32 [F, T]: `outputs` of `rows` rows of a weight at a time; of all at once where there are less than two such
-    blocks."""
+    """float32 [F, T]: `outputs` of about `rows` rows of a weight at a time."""
     num_outputs = scales.shape[0]
-    if num_outputs < 2 * rows:
+    count = max(round(num_outputs / rows), 1)
+    if count == 1:
         return outputs(values, scales, zeros)
+    rows = -(-num_outputs // count)
+    rows = -(-rows // 64) * 64 if rows > 64 else rows  # whole tiles of a GPU's matmul
 
     def one(i: Array, y: Array) -> Array:
         # A slice is whole: the last one begins early, and has rows in common with the one before, which come out alike.

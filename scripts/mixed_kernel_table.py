@@ -104,11 +104,12 @@ def worker() -> None:
         with jax.default_device(device):
             jax.jit(product).lower(*args).compile()
         c = mixed_hopper.config(v.kind, v.tokens, outputs, inputs, groups, num_sms=gpu.num_sms)
+        num_blocks = outputs // c.rows * -(-v.tokens // c.tokens) * c.splits
         launches.append(
             {
                 "threads": 128 * (c.num_warpgroups + 1),
-                "num_blocks": outputs // c.rows * -(-v.tokens // c.tokens) * c.splits,
-                "counted_on": mixed_hopper.blocks_per_sm(v.group, c.tokens),
+                "num_blocks": num_blocks,
+                "counted_on": min(mixed_hopper.blocks_per_sm(v.group, c.tokens), -(-num_blocks // gpu.num_sms)),
                 "stages": c.num_stages,
                 "splits": c.splits,
                 "smem_bytes": recorded.pop("hopper_mixed_matmul"),

@@ -12,7 +12,7 @@ from test_quantization import close, some_matrix
 
 from fastgen_jax.kernels import mixed_hopper
 from fastgen_jax.kernels.mixed import Chip, supported
-from fastgen_jax.quantization import KINDS, quantized_matmul
+from fastgen_jax.quantization import KINDS, dequantize, quantized_matmul
 
 E = 1024
 
@@ -53,6 +53,16 @@ def test_the_product_is_that_of_the_weights_it_stands_for(kind, group, rows, tok
         y = quantized_matmul(jnp.asarray(x), matrix, out_dtype=jnp.float32)
         close(y, x, expected, "float32")
     assert session.calls == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scales_of_16_bits(dtype):
+    matrix, _ = some_matrix("int4", E // 128, zeros=True, shape=(64, E))
+    matrix = replace(matrix, chip=chip(1), scales=matrix.scales.astype(dtype))
+    x = np.random.default_rng(0).standard_normal((3, E)).astype(jnp.bfloat16)
+    with extended_interpreter():
+        y = quantized_matmul(jnp.asarray(x), matrix, out_dtype=jnp.float32)
+        close(y, x, np.asarray(dequantize(matrix, jnp.float32)), "float32")
 
 
 def test_no_synchronisation_is_superfluous_or_untested():

@@ -100,6 +100,17 @@ def test_on_an_older_gpu_at_most_a_block_is_written_out(kind, group, tokens, sha
     assert program.memory_analysis().temp_size_in_bytes <= 1.2 * limit + 4 * tokens * shape[0]
 
 
+def test_scales_of_16_bits_are_read_as_they_are():
+    matrix = QuantizedMatrix(
+        jax.ShapeDtypeStruct((4096, 2048), jnp.uint8), jax.ShapeDtypeStruct((4096, 32), jnp.float16), None, "int4",
+        Chip((9, 0), 132),
+    )  # fmt: skip
+    with jax.default_device(deviceless.compile_only_device(get_gpu("h200"))):
+        x = jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)
+        hlo = jax.jit(quantized_matmul).lower(x, matrix).compile().as_text()
+    assert not re.search(r"f32\[4096,32\]", hlo)
+
+
 @pytest.fixture(scope="module")
 def kernels() -> list[dict]:
     return SCRIPT["compile_variants"](SCRIPT["VARIANTS"])

@@ -151,7 +151,7 @@ def product(x: Array, values: Array, scales: Array, *, kind: str, num_sms: int, 
         ),
         kernel_name="hopper_mixed_matmul",
         interpret=interpret,
-    )(x, values, scales.astype(jnp.float32))
+    )(x, values, scales)
     return jnp.sum(sums, axis=0).T[:num_tokens]
 
 
@@ -175,7 +175,7 @@ def scratch_types(c: Config) -> list[Any]:
 
 
 def kernel(c: Config, x, values, scales, out, values_s, x_s, ready, consumed) -> None:
-    """The body. x: [T, E]; values: [F, E]; scales: float32 [F, G]; out: float32 [splits, F, T]."""
+    """The body. x: [T, E]; values: [F, E]; scales: [F, G]; out: float32 [splits, F, T]."""
     wg = lax.axis_index("wg")
     split = lax.axis_index("split")
     first_output = lax.axis_index("outputs") * c.rows
@@ -212,8 +212,9 @@ def kernel(c: Config, x, values, scales, out, values_s, x_s, ready, consumed) ->
         def stage(i: Array, acc: Array) -> Array:
             slot = lax.rem(i, c.num_stages)
             first_group = lax.div((first_stage + i) * c.inputs, c.group)
+            layout = plgpu.Layout.WGMMA.reduce(1)
             by = [
-                plgpu.load(scales.at[outputs, first_group + g], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                plgpu.load(scales.at[outputs, first_group + g], layout=layout, optimized=False).astype(jnp.float32)
                 for g in range(c.groups_of_a_stage)
             ]
             plgpu.barrier_wait(ready.at[slot])

@@ -16,6 +16,9 @@ CPU_BLOCK = 2**20
 """Values of a weight that a CPU converts at a time: few enough to be multiplied with before they leave its caches, many
 enough that a round of the loop, some 10 us, hardly counts."""
 
+FEW_TOKENS = 8
+"""So many tokens take less time as integers, in three times as many rows, than converting an integer weight does."""
+
 GPU_BLOCK = 2**22
 """The same for a GPU: 8 MiB of bfloat16, in an L2 cache of 40 MiB or more."""
 
@@ -73,10 +76,11 @@ def _on_cpu(x: Array, values: Array, scales: Array, zeros: Array | None, *, kind
     One token is multiplied and summed up outright, for which XLA:CPU has a fast path that converts as it reads; its
     matmul would convert the block to float32 in memory first.
     """
-    num_outputs, num_groups = scales.shape
-    alone = x.shape[0] == 1
-    xs = (x[:, ::2], x[:, 1::2]) if kind == "int4" else (x,)
-    xs = lax.optimization_barrier(tuple(part.astype(jnp.float32) for part in xs) if alone else xs)
+    (num_tokens, num_inputs), num_groups = x.shape, scales.shape[1]
+    if kind != "fp8" and num_groups == 1 and num_tokens <= FEW_TOKENS:
+        return _in_integers(x, values, scales, zeros, kind=kind)
+    alone = num_tokens == 1
+    xs = lax.optimization_barrier(_inputs_of(kind, x.astype(jnp.float32) if alone else x))
     if kind == "fp8":
         values = lax.bitcast_convert_type(values, jnp.int8)  # a loop would take fp8 one value at a time
 
@@ -90,9 +94,42 @@ def _on_cpu(x: Array, values: Array, scales: Array, zeros: Array | None, *, kind
                 y = y + lax.optimization_barrier(_dot("fe,te->ft", _convert(w, x.dtype), rows))
         return y if num_groups > 1 else y * scales.astype(jnp.float32)
 
-    as_they_are = alone and kind == "int8" and zeros is None and num_groups == 1
-    rows = num_outputs if as_they_are else max(CPU_BLOCK // x.shape[1], 1)
-    return _by_blocks(rows, x.shape[0], outputs, values, scales, zeros).T
+    return _by_blocks(max(CPU_BLOCK // num_inputs, 1), num_tokens, outputs, values, scales, zeros).T
+
+
+def _in_integers(x: Array, values: Array, scales: Array, zeros: Array | None, *, kind: str) -> Array:
+    """A few tokens with integers, multiplied and summed up exactly, for which a CPU has instructions: float32 [T, F].
+
+    Each activation is the sum of three int8, of units that are 1/127, 1/254 of that and 1/254 of that of the largest of
+    its token: to 2^-24 of that, as fine as a float32 of its size.
+    """
+    num_tokens, num_inputs = x.shape
+    top = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1, keepdims=True)
+    unit = jnp.where(top == 0, 1, top) / 127
+    rest, planes = x.astype(jnp.float32) / unit, []
+    for _ in range(3):
+        planes.append(jnp.round(rest))
+        rest = (rest - planes[-1]) * 254
+    units = unit.T / jnp.array([[1.0], [254.0], [254.0**2]])
+    xs = lax.optimization_barrier(_inputs_of(kind, jnp.concatenate(planes).astype(jnp.int8)))
+    sums = sum(jnp.sum(part, axis=1, dtype=jnp.int32) for part in xs)
+
+    def outputs(values: Array, scales: Array, zeros: Array | None) -> Array:
+        y = jnp.zeros((), jnp.int32)
+        for part, rows in zip(_parts(kind, values), xs, strict=True):
+            y = y + jnp.einsum("te,fe->tf", rows, part, preferred_element_type=jnp.int32)
+        if zeros is not None:
+            y = y - sums[:, None] * zeros.T.astype(jnp.int32)
+        y = y.astype(jnp.float32).reshape(3, num_tokens, -1) * units[:, :, None]
+        return jnp.sum(y, axis=0).T * scales.astype(jnp.float32)
+
+    rows = scales.shape[0] if kind == "int8" else max(CPU_BLOCK // num_inputs, 1)
+    return _by_blocks(rows, num_tokens, outputs, values, scales, zeros).T
+
+
+def _inputs_of(kind: str, x: Array) -> tuple[Array, ...]:
+    """Activations in the parts of `_parts`."""
+    return (x[:, ::2], x[:, 1::2]) if kind == "int4" else (x,)
 
 
 def _parts(kind: str, values: Array) -> tuple[Array, ...]:
@@ -139,11 +176,13 @@ def _dot(letters: str, a: Array, b: Array) -> Array:
 def _by_blocks(
     rows: int, num_tokens: int, outputs: Callable[..., Array], values: Array, scales: Array, zeros: Array | None
 ) -> Array:
-    """float32 [F, T]: `outputs` of `rows` rows of a weight at a time; of all at once where there are less than two such
-    blocks."""
+    """float32 [F, T]: `outputs` of about `rows` rows of a weight at a time."""
     num_outputs = scales.shape[0]
-    if num_outputs < 2 * rows:
+    count = max(round(num_outputs / rows), 1)
+    if count == 1:
         return outputs(values, scales, zeros)
+    rows = -(-num_outputs // count)
+    rows = -(-rows // 64) * 64 if rows > 64 else rows  # whole tiles of a GPU's matmul
 
     def one(i: Array, y: Array) -> Array:
         # A slice is whole: the last one begins early, and has rows in common with the one before, which come out alike.

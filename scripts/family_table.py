@@ -109,8 +109,8 @@ def row(family: str, found: list[Compiled]) -> tuple[Any, ...]:
 
 def table(families: list[str]) -> Iterator[str]:
     yield from header(HEAD)
-    wanted = [(family, whole) for family in families for whole in (False, True) if not whole or family in WHOLE]
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+    wanted = [(family, whole) for whole in (False, True) for family in families if not whole or family in WHOLE]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         cases = [Case(family, card, whole) for family, whole in wanted for card in CARDS]
         found = pool.map(compiled, cases)
         for family, _ in wanted:

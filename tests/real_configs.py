@@ -318,8 +318,8 @@ SHIPPED = {
 }
 """Of the other families, an alias, whose config comes with the package."""
 
-PERIODS = {"gemma2": 2, "smollm3": 4, "cohere2": 4, "exaone4": 4}
-"""Layers after which a family's kinds of layers come round again; the others' are all alike."""
+PERIODS = {"cohere2": 4, "exaone4": 4}
+"""Layers after which a family's kinds of attention come round again; the others' are all alike."""
 
 
 def real_config(family: str) -> dict[str, Any]:

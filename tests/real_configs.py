@@ -76,10 +76,8 @@ SHIPPED = {
 }
 """Of the families whose configs have tests of their own, an alias."""
 
-PERIODS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6} | dict.fromkeys(
-    ("cohere2", "exaone4", "exaone4_5", "olmo3", "smollm3"), 4
-)
-"""Layers after which a family's kinds of layers come round again; the others' are all alike."""
+PERIODS = dict.fromkeys(("gemma3", "gemma3_text"), 6) | dict.fromkeys(("cohere2", "exaone4", "exaone4_5", "olmo3"), 4)
+"""Layers after which a family's kinds of attention come round again; the others' are all alike."""
 
 
 def real_config(family: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from traces import A, B, C, add, both_loops, make_scheduler, run, sample, show, 
 from transformers import PreTrainedModel
 
 from fastgen_jax import EngineConfig, SamplingParams
+from fastgen_jax.batch import Layout, Packer, Settings
 from fastgen_jax.engine import Engine
 from fastgen_jax.gpus import GPUS
 from fastgen_jax.scheduler import Window, widest
@@ -106,6 +107,18 @@ def test_entries_slid_past_are_the_null_block_and_the_rest_stay_where_they_were(
     assert tables[0] == tables[0][:2] and NULL_BLOCK not in tables[0]
     assert tables[1] == [*tables[0], *tables[1][2:]] and NULL_BLOCK not in tables[1]  # token 8 sees tokens from 3 on
     assert tables[2][:2] == [NULL_BLOCK] * 2 and tables[2][2:4] == tables[1][2:]  # token 16 sees tokens from 11 on
+
+
+def test_the_device_is_given_the_table_as_it_is() -> None:
+    scheduler = make_scheduler(window=6, budget=8)
+    a = add(scheduler, A, 21, 20)
+    packer = Packer(Layout(max_num_seqs=8, blocks_per_seq=12, block_size=4), buckets=[8])
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        buffer, bucket = packer.pack(plan, lambda _: Settings())
+        table = packer.layout.split(buffer, bucket)["block_tables"][0].tolist()
+        assert table == a.block_table + [NULL_BLOCK] * (12 - len(a.block_table))
+        scheduler.update(plan, sample(plan))
 
 
 def test_what_a_window_frees_may_go_to_another_in_the_same_step() -> None:

@@ -86,6 +86,11 @@ class Sequence:
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]
 
 
+def rank(seq: Sequence) -> tuple[int, int]:
+    """Orders running sequences, the best first: by priority, then arrival."""
+    return -seq.priority, seq.arrival
+
+
 class Row(NamedTuple):
     """One sequence's part of a step: tokens [start, start + num_new_tokens).
 

@@ -7,7 +7,7 @@ from fastgen_jax.scheduler.blocks import BlockPool
 from fastgen_jax.scheduler.limits import Limits
 from fastgen_jax.scheduler.policies import get_policy
 from fastgen_jax.scheduler.prefix_cache import PrefixCache
-from fastgen_jax.scheduler.sequence import Row, Sequence, Step, StepPlan
+from fastgen_jax.scheduler.sequence import Row, Sequence, Step, StepPlan, rank
 from fastgen_jax.scheduler.waiting import WaitingQueue
 from fastgen_jax.scheduler.window import Window
 from fastgen_jax.types import FinishReason
@@ -239,7 +239,7 @@ class Scheduler:
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = num_cached
         seq.slot = self._free_slots.pop()
-        insort(self._running, seq, key=_rank)
+        insort(self._running, seq, key=rank)
         self._claim(seq, num_new_tokens)
         self._plan_chunk(seq, num_new_tokens, step)
         return True
@@ -256,8 +256,7 @@ class Scheduler:
 
     def _claim(self, seq: Sequence, num_new_tokens: int, reserve: int = 0) -> bool:
         """Give `seq` the blocks for its next tokens if `reserve` stay free; say whether it has them."""
-        pool = self.block_pool
-        self._window.give_back(seq, pool)
+        self._window.give_back(seq, pool := self.block_pool)
         missing = pool.blocks_needed(seq.num_computed_tokens + num_new_tokens) - len(seq.block_table)
         blocks = pool.allocate(missing) if missing <= max(0, pool.num_free - reserve) else None
         if blocks is None:
@@ -295,11 +294,7 @@ class Scheduler:
         seq.num_in_flight = 0  # what is still to come will be dropped
         del self._sequences[seq.seq_id]
         if seq.slot is not None:
-            del self._running[bisect_left(self._running, _rank(seq), key=_rank)]
+            del self._running[bisect_left(self._running, rank(seq), key=rank)]
             self._release(seq)
         else:
             self._waiting.forget_ended(self.num_waiting)
-
-
-def _rank(seq: Sequence) -> tuple[int, int]:
-    return -seq.priority, seq.arrival

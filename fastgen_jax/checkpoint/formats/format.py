@@ -6,7 +6,7 @@ A module of F outputs and E inputs, with G groups of inputs that share a scale.
 import math
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -27,9 +27,9 @@ class Format(Protocol):
         activations would be quantised, which stay in 16 or 32 bits here.
     """
 
-    marks: tuple[str, ...]
-    parts: tuple[str, ...]
-    unread: str | None
+    marks: ClassVar[tuple[str, ...]]
+    parts: ClassVar[tuple[str, ...]]
+    unread: ClassVar[str | None]
 
     def planned(self, module: str, inputs: int) -> Scheme | None:
         """By the config alone, the scheme of a projection or an output head; None where it is not quantised."""

@@ -16,7 +16,7 @@ from scripted import NUM_TOKENS, TOKENIZER
 from tiny import EOS, HF_CONFIG
 from wide import wide_model
 
-from fastgen_jax.checkpoint.load import _parts
+from fastgen_jax.checkpoint.parts import parts_of
 
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """No report to Ray's makers, no token in the home folder, no warning about GPUs. All of Ray's processes inherit it."""
@@ -28,7 +28,7 @@ def save_wide_model(folder: Path, max_len: int) -> None:
     tensors = {}
     for path, leaf in traverse_util.flatten_dict(params).items():
         whole = np.asarray(leaf)
-        for part in _parts(path, whole.shape, model.config.fused()):
+        for part in parts_of(path, whole.shape, model.config.fused()):
             tensors[part.tensor] = np.ascontiguousarray(whole[part.region])
     save_file(tensors, folder / "model.safetensors")
     config = HF_CONFIG | {"vocab_size": NUM_TOKENS, "max_position_embeddings": max_len, "eos_token_id": EOS}

@@ -96,7 +96,7 @@ def test_peak_memory_is_the_model_and_a_byte_for_each_weight_of_three_leaves(fol
     found = json.loads(done.stdout)
     in_16_bits = 2 * (V * E + L * sum(outputs * inputs for outputs, inputs in PROJECTIONS.values()))
     size, grown, per_gb = found["model"] / 1e6, found["grown"] / 1e6, found["seconds"] / in_16_bits * 1e9
-    print(f"\n{kind}: {size:.0f} MB, grown by {grown:.0f}; {per_gb:.2f} CPU s for each GB that it has in bfloat16")
+    print(f"\n{kind}: {size:.0f} MB, grown by {grown:.0f}; {per_gb:.2f} CPU s for each GB of it in bfloat16")
     slack = 16 << 20  # the allocator's arenas and the pieces of tensors on their way
     bytes_each = 3 if kind else 6
     assert 0.9 * found["model"] < found["grown"] <= found["model"] + bytes_each * LARGEST + slack

@@ -14,22 +14,23 @@ from fastgen_jax.schemes import GROUPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
-TEXT = Path(__file__).parent.parent / "LICENSE"  # which does not change
+DOCS = Path(__file__).parent.parent / "docs"
+TEXTS = [(DOCS / name).read_text() for name in ("design.md", "performance.md", "simulate.md")]
 LENGTH, CHUNKS = 1023, 2
 WORSE = {"int8": 0.005, "fp8": 0.01}
 """Shares by which the perplexity may be more than that of bfloat16."""
 
 
 def engine(quantization: str | None) -> Engine:
-    sizes = {"max_model_len": 1024, "max_num_batched_tokens": 512, "max_num_seqs": 4, "num_blocks": 64}
+    sizes = {"max_model_len": 1024, "max_num_batched_tokens": 512, "max_num_seqs": 4, "num_blocks": 128}
     return Engine.from_pretrained(
         dtype="bfloat16", quantization=quantization, warm_up=False, show_progress=False, block_size=64, **sizes
     )
 
 
 def perplexity(engine: Engine) -> float:
-    tokens = engine.tokenizer(TEXT.read_text())["input_ids"]
-    prompts = [tokens[LENGTH * i :][:LENGTH] for i in range(CHUNKS)]
+    tokens = [engine.tokenizer(text)["input_ids"] for text in TEXTS]
+    prompts = [text[LENGTH * i :][:LENGTH] for text in tokens for i in range(CHUNKS)]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
     responses = engine.generate(prompts, params, show_progress=False)
     return float(np.exp(-np.mean([token.logprob for r in responses for token in r.prompt_logprobs[1:]])))

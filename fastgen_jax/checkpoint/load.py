@@ -1,7 +1,6 @@
 """Stream a checkpoint into a tree of parameters, leaf by leaf, after checking all of it from its headers."""
 
-import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,15 +11,11 @@ from jax.typing import DTypeLike
 
 from fastgen_jax.checkpoint.formats import read_format
 from fastgen_jax.checkpoint.host_matrix import HostMatrix, QuantizedSource, quantize_into
+from fastgen_jax.checkpoint.parts import Part, check_names, check_shapes, check_tie, parts_of, stored_names
 from fastgen_jax.checkpoint.source import Region, TensorSource, aligned_empty
 from fastgen_jax.progress import bar
 from fastgen_jax.schemes import NOT_QUANTIZED, Path, Scheme, check_cuts, projections
 from fastgen_jax.sharding import Shards, piece
-
-# The last key of a leaf's path -> the last part of its tensor's name.
-_TENSOR_KINDS = {"weight": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
-_HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # computed from the config, stored by old checkpoints
-_MIXTRAL, _OTHERS = ".block_sparse_moe.", ".mlp."  # what Mixtral calls on disk what its kin call otherwise
 
 NO_FUSION: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
@@ -36,17 +31,6 @@ class Cut(NamedTuple):
     shapes: Mapping[str, Any]
     axes: Mapping[str, Any]
     fused: Mapping[str, Mapping[str, int]]
-
-
-class _Part(NamedTuple):
-    """A checkpoint's tensor and the region of a leaf that it fills, as an index of it; () is the whole leaf."""
-
-    tensor: str
-    region: tuple[int | slice, ...]
-
-    def shape(self, leaf: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the region, in a leaf of such a shape."""
-        return np.broadcast_to(np.uint8(0), leaf)[self.region].shape
 
 
 def load_params(
@@ -83,12 +67,12 @@ def load_params(
     one shard of a leaf. A quantised leaf is there with a byte for each value, and packed.
     """
     leaves = traverse_util.flatten_dict(dict(abstract_params))
-    stored = _stored_names(source.names())
-    plan = {path: _parts(path, leaf.shape, fused, stored) for path, leaf in leaves.items()}
-    _check_names(plan, stored, tied)
-    _check_shapes(plan, leaves, stored, source)
+    stored = stored_names(source.names())
+    plan = {path: parts_of(path, leaf.shape, fused, stored) for path, leaf in leaves.items()}
+    check_names(plan, stored, tied)
+    check_shapes(plan, leaves, stored, source)
     if tied:
-        _check_tie(stored, source)
+        check_tie(stored, source)
     schemes = {**quantize, **_stored_schemes(plan, leaves, stored, source, cut)}
     dtype = np.dtype(dtype)
     load = _Shared(source, stored, plan, schemes, dtype, cut) if cut else None
@@ -123,7 +107,7 @@ def planned_schemes(
     matrices: dict[str, tuple[Scheme, int, int]] = {}
     for path, shape in candidates.items():
         _, inputs = shards.shape(shape, axes_of[path])
-        names = [part.tensor for part in _parts(path, shape, fused)]
+        names = [part.tensor for part in parts_of(path, shape, fused)]
         schemes = {format.planned(name.removesuffix(".weight"), inputs) for name in names}
         if len(schemes) > 1:
             raise ValueError(f"{' and '.join(map(repr, names))} make up one matrix and are not quantised alike")
@@ -140,7 +124,7 @@ class _Shared:
         self,
         source: TensorSource,
         stored: Mapping[str, str],
-        plan: Mapping[Path, list[_Part]],
+        plan: Mapping[Path, list[Part]],
         schemes: Mapping[Path, Scheme],
         dtype: np.dtype,
         cut: Cut,
@@ -149,7 +133,7 @@ class _Shared:
         self._schemes, self._dtype = schemes, dtype
         self._shapes = traverse_util.flatten_dict(dict(cut.shapes))
         self._axes = traverse_util.flatten_dict(dict(cut.axes))
-        self._local_plan = {path: _parts(path, leaf.shape, cut.fused) for path, leaf in self._shapes.items()}
+        self._local_plan = {path: parts_of(path, leaf.shape, cut.fused) for path, leaf in self._shapes.items()}
 
     def __call__(self, path: Path) -> Any:
         shards, local_shape, axes = self._shards, self._shapes[path].shape, self._axes[path]
@@ -182,7 +166,7 @@ class _Shared:
             _fill(out[:num_rows], self._source, name, region)
         return host
 
-    def _parts_of(self, path: Path, index: int) -> Iterator[tuple[_Part, _Part]]:
+    def _parts_of(self, path: Path, index: int) -> Iterator[tuple[Part, Part]]:
         """The parts of a leaf that a shard has something of: as they are in the whole leaf, and in the shard's."""
         parts, local = self._plan[path], self._local_plan[path]
         if len(parts) < len(local):
@@ -194,7 +178,7 @@ class _Shared:
 
 
 def _stored_schemes(
-    plan: Mapping[Path, list[_Part]],
+    plan: Mapping[Path, list[Part]],
     leaves: Mapping[Path, jax.ShapeDtypeStruct],
     stored: Mapping[str, str],
     source: TensorSource,
@@ -241,86 +225,3 @@ def _fill(out: np.ndarray | HostMatrix, source: TensorSource, name: str, region:
         source.read_quantized(name, out, region)
     else:
         quantize_into(source, name, out, region)
-
-
-def _parts(
-    path: Path, shape: tuple[int, ...], fused: Mapping[str, Mapping[str, int]], stored: Container[str] = ()
-) -> list[_Part]:
-    """The tensors that fill a leaf, in Hugging Face's names. stored: those that the checkpoint has."""
-    *scopes, module, leaf = path
-    if leaf not in _TENSOR_KINDS:
-        raise ValueError(f"parameter {'/'.join(path)} must be named one of {', '.join(_TENSOR_KINDS)}")
-    modules = [re.sub(r"^layers_(\d+)$", r"layers.\1", scope) for scope in scopes]
-    whole, kind = ".".join((*modules, module)), _TENSOR_KINDS[leaf]
-    if (nested := ".".join((*modules[-1:], module))) in fused:
-        if whole in stored:  # the stack that transformers 5 makes of the experts, saved as it is
-            return [_Part(whole, ())]
-        module, modules = nested, modules[:-1]
-    if module not in fused:
-        return [_Part(f"{whole}.{kind}", ())]
-    sizes = fused[module]
-    is_stack = any("{}" in part for part in sizes)
-    indexes: list[tuple[int, ...]] = [(i,) for i in range(shape[0])] if is_stack else [()]
-    if sum(sizes.values()) != shape[len(indexes[0])]:
-        raise ValueError(f"parameter {'/'.join(path)} has {shape[len(indexes[0])]} outputs, its parts {dict(sizes)}")
-    stops = np.cumsum(list(sizes.values())).tolist()
-    return [
-        _Part(".".join((*modules, part.format(*index), kind)), (*index, slice(stop - outputs, stop)))
-        for index in indexes
-        for (part, outputs), stop in zip(sizes.items(), stops, strict=True)
-    ]
-
-
-def _stored_names(names: Sequence[str]) -> dict[str, str]:
-    """Tensor names as a causal language model has them -> as the checkpoint has them.
-
-    They differ where the checkpoint was saved from the base model, without its "model." prefix, and in Mixtral's.
-    """
-    prefix = "" if any(name.startswith("model.") for name in names) else "model."
-    return {(name if name.startswith("lm_head.") else prefix + name.replace(_MIXTRAL, _OTHERS)): name for name in names}
-
-
-def _check_names(plan: Mapping[Path, list[_Part]], stored: Mapping[str, str], tied: bool) -> None:
-    wanted = {part.tensor: None for parts in plan.values() for part in parts}
-    if missing := [name for name in wanted if name not in stored]:
-        raise ValueError(f"the checkpoint lacks tensor {_first(missing)}, which the model needs")
-    unused = [
-        name
-        for expected, name in stored.items()
-        if expected not in wanted and not _HARMLESS.search(name) and not (tied and name == "lm_head.weight")
-    ]
-    if unused:
-        raise ValueError(f"the checkpoint has tensor {_first(unused)}, for which the model has no use")
-
-
-def _check_shapes(
-    plan: Mapping[Path, list[_Part]],
-    leaves: Mapping[Path, jax.ShapeDtypeStruct],
-    stored: Mapping[str, str],
-    source: TensorSource,
-) -> None:
-    for path, parts in plan.items():
-        for part in parts:
-            expected = part.shape(leaves[path].shape)
-            found = source.shape(stored[part.tensor])
-            if found != expected:
-                raise ValueError(f"tensor {stored[part.tensor]!r} has shape {found}; the model expects {expected}")
-
-
-def _check_tie(stored: Mapping[str, str], source: TensorSource) -> None:
-    """Refuse a checkpoint that says its output weights are its embedding, and holds others."""
-    head = stored.get("lm_head.weight")
-    embedding = next((name for name in stored.values() if name.endswith("embed_tokens.weight")), None)
-    if head is None or embedding is None or head == embedding:
-        return
-    same_shape = source.shape(head) == source.shape(embedding)
-    if not same_shape or not np.array_equal(source.read(head), source.read(embedding)):
-        raise ValueError(
-            f"config.json ties the output weights to the embedding, but tensor {head!r} is not {embedding!r}; "
-            "if the model is not tied, set tie_word_embeddings to false"
-        )
-
-
-def _first(names: Sequence[str]) -> str:
-    """'a' or 'a' (and 3 more)."""
-    return repr(names[0]) + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")

@@ -38,7 +38,7 @@ class Session:
         heads = {name: getattr(self.config, name) for name in ("head_dim", "num_heads", "num_kv_heads")}
         self.model = family.Model(self.config, kernels.choose_backend(**heads, dtype=DTYPE))
         # Any backend has the same parameters, and this one takes the float32 that they are initialised in.
-        self._shapes = shapes(family.Model(self.config, kernels.get_backend("xla")), DTYPE)
+        self._shapes = shapes(family.Model(self.config, kernels.get_backend("xla")), DTYPE, {})
 
     @cached_property
     def params(self) -> Params:

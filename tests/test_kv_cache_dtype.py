@@ -63,15 +63,15 @@ def expected() -> list[list[int]]:
         {},
         {"max_num_batched_tokens": 64, "overlap": False},
         {"max_num_batched_tokens": 8, "max_num_seqs": 4, "block_size": 64, "num_blocks": 20},
-        {"num_blocks": 9},
+        {"num_blocks": 11, "block_size": 8},
         {"prefix_caching": False},
     ],
 )
 def test_tokens_are_the_same_for_every_batch_chunk_loop_and_memory(expected, config):
     engine = tiny_engine(kv_cache_dtype="fp8", **config)
     assert tokens(engine) == expected
+    assert engine.stats().preemptions >= 3 or engine.stats().blocks > 10
     assert tokens(engine, PROMPTS[::-1]) == expected[::-1]
-    assert engine.stats().preemptions or engine.stats().blocks > 8
 
 
 def test_the_pool_holds_twice_what_16_bits_do_and_is_what_attention_reads(expected):

@@ -138,7 +138,12 @@ def test_agreement_of_a_kv_pool_of_8_bits_with_16_is_reported(capsys):
 
     same = np.mean(np.array(likeliest(engine)) == likeliest(narrow))
     with capsys.disabled():
-        print(f"\n8-bit KV: {sum(n == NUM_TOKENS for n in first)} of {len(given)} outputs of {NUM_TOKENS} tokens are ")
-        print(f"those of 16 bits; the others differ after {np.mean([n for n in first if n < NUM_TOKENS]):.0f} tokens ")
-        print(f"on average; {100 * same:.1f} % of the likeliest next tokens are the same, of {len(given) * NUM_TOKENS}")
+        print(
+            f"\n8-bit KV: {sum(n == NUM_TOKENS for n in first)} of {len(given)} outputs of {NUM_TOKENS} tokens ", end=""
+        )
+        print(
+            f"are those of 16 bits; the others differ after {np.mean([n for n in first if n < NUM_TOKENS]):.0f} ",
+            end="",
+        )
+        print(f"on average; {100 * same:.1f} % of {len(given) * NUM_TOKENS} likeliest next tokens are the same")
     assert same > 0.9

@@ -29,7 +29,7 @@ deviceless: .venv-plan/ready
 
 # The GPU kernels under the oldest JAX that they support.
 oldest: .venv-oldest/ready
-	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest tests/test_mosaic_interpreter.py
+	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest tests/test_mosaic_interpreter.py tests/test_mixed_hopper.py
 	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest tests/test_attention.py -k "$(OLDEST)"
 	JAX_PLATFORMS=cpu XLA_FLAGS= .venv-oldest/bin/python -m pytest tests/test_kernel_code.py -k a_few
 

@@ -66,7 +66,9 @@ def _on_gpu(x: Array, values: Array, scales: Array, zeros: Array | None, *, kind
 def _whole(kind: str, values: Array, dtype: Any) -> Array:
     """Values [F, E], converted."""
     if kind == "int4":
-        return lax.bitcast_convert_type(values, jnp.int4).reshape(values.shape[0], -1).astype(dtype)
+        values = lax.bitcast_convert_type(values, jnp.int4).reshape(values.shape[0], -1)
+        # XLA as of jax 0.11.2 aborts where it fuses this into a matmul; apart, it is no operation.
+        return lax.optimization_barrier(values).astype(dtype)
     return values.astype(dtype)
 
 

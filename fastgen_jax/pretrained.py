@@ -150,6 +150,14 @@ def make_runner(model: Any, params: Params, config: EngineConfig, group: Group |
         raise ValueError(f"quantization={config.quantization!r} does not fit params of {stored or found}; load them so")
     if config.backend not in (None, model.backend.NAME):
         raise ValueError(f"backend={config.backend!r} is not the model's, which is {model.backend.NAME!r}")
+    block_size = config.block_size or model.backend.DEFAULT_BLOCK_SIZE
+    if config.kv_cache_dtype != "auto":  # the model may have been made without it
+        sizes, kv_dtype = model.shards.head_sizes(model.config), kv_pool.pool_dtype(config.kv_cache_dtype, found)
+        reason = model.backend.supported(
+            **sizes, block_size=block_size, dtype=found, platform=jax.default_backend(), kv_dtype=kv_dtype
+        )
+        if reason is not None:
+            raise ValueError(f"backend={model.backend.NAME!r} cannot run: {reason}")
     if config.tensor_parallel not in (1, size := model.shards.size):
         raise ValueError(f"tensor_parallel={config.tensor_parallel} is not the model's, which has {size} shards")
     if config.compile_cache:
@@ -166,6 +174,6 @@ def make_runner(model: Any, params: Params, config: EngineConfig, group: Group |
         max_num_batched_tokens=largest,
         max_model_len=wanted,
         max_num_seqs=config.max_num_seqs or min(defaults.MAX_NUM_SEQS, largest),
-        block_size=config.block_size or model.backend.DEFAULT_BLOCK_SIZE,
+        block_size=block_size,
         group=group,
     )

@@ -68,6 +68,7 @@ NARROW = [
     Variant((28, 4), 128, block_size=16, window=1024, dtype="float16", kv_dtype="float8_e4m3fn"),
     Variant((9, 3), 64, kv_dtype="float8_e4m3fn"),
     Variant((40, 8), 80, block_size=128, window=512, softcap=30.0, kv_dtype="float8_e4m3fn"),
+    Variant((8, 8), 192, kv_dtype="float8_e4m3fn"),
     Variant((16, 16), 256, kv_dtype="float8_e4m3fn"),
     Variant((8, 4), 256, block_size=32, window=4096, softcap=50.0, kv_dtype="float8_e4m3fn"),
 ]

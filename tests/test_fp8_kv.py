@@ -126,6 +126,11 @@ def test_backends_are_asked_about_the_pools_dtype_too():
     assert choose_backend(**model, kv_dtype=FP8).NAME == "xla"
     for gpu in GPUS.values():
         assert gpu.supported(**model, block_size=64, platform="gpu", kv_dtype=FP8) is None
+    odd = model | {"head_dim": 96, "block_size": 16}
+    reason = "block_size=16 with head_dim=96 is not for K and V of 8 bits on a 8.0"
+    assert GPUS["ampere"].supported(**odd, platform="gpu", kv_dtype=FP8) == reason
+    assert GPUS["ampere"].supported(**odd, platform="gpu") is None
+    assert GPUS["hopper"].supported(**odd, platform="gpu", kv_dtype=FP8) is None
     with pytest.raises(ValueError, match="kv_dtype is int8; it must be float8_e4m3fn or dtype, bfloat16"):
         choose_backend(**model, kv_dtype="int8")
 

@@ -98,6 +98,11 @@ class MosaicGpu:
             return f"head_dim={head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
         if block_size not in BLOCK_SIZES:
             return f"block_size={block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}"
+        if kv_dtype is not None and jnp.dtype(kv_dtype) == FP8:
+            sizes = (dtype, head_dim, num_heads, num_kv_heads, block_size)
+            if any(self.config(splits, *sizes, kv_dtype=FP8).tile_columns < 32 for splits in (False, True)):
+                chip = "{}.{}".format(*self.target.capability)
+                return f"block_size={block_size} with head_dim={head_dim} is not for K and V of 8 bits on a {chip}"
         return None
 
     def config(

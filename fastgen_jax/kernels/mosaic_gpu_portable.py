@@ -74,6 +74,9 @@ def config(
     tma = capability >= (9, 0)
     # Many keys at a time cost less each, as far as registers go; copies by TMA take a few more.
     tiles = (64, 32) if head_dim <= 64 else (32, 16) if head_dim <= 128 or not tma else (16,)
+    odd_to_widen = shape["kv_dtype"] != shape["dtype"] and head_dim > 128 and head_dim % 128 > 0
+    if odd_to_widen:  # tiles of 16 keys and 64 columns have no layout for it that keeps to the banks
+        tiles = (32, 16)
     sizes = {"num_warpgroups": 1, "kv_tile": tiles[0], "num_stages": 2, "num_ctas": num_sms}
     c = Config(head_dim=head_dim, splits=splits, tma=tma, **sizes, **shape)
     item = jnp.dtype(c.dtype).itemsize
@@ -81,7 +84,7 @@ def config(
     other = output + OTHER_SMEM + (ROWS * head_dim * item if c.reload_queries else 0)
     kv_item = jnp.dtype(c.kv_dtype).itemsize
     choices = list(itertools.product((2, 1), tiles))
-    if head_dim % 64:  # 16 keys are no multiple of 16 bytes for each thread
+    if head_dim % 64 or odd_to_widen:  # 16 keys are no multiple of 16 bytes for each thread
         choices.sort(key=lambda choice: -choice[1])
     for ctas_per_sm, kv_tile in choices:
         free = (smem_bytes + RESERVED_SMEM) // ctas_per_sm - RESERVED_SMEM - other

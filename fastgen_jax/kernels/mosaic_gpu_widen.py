@@ -35,11 +35,12 @@ def output_scale(kv_scales: Any) -> float | Array:
 def widen(c: Config, source: Any, target: Any) -> None:
     """Write `source`, [rows, D] in shared memory, in 16 bits to `target`, likewise; a warpgroup does it together."""
     num_rows, num_columns = source.shape
-    width = num_columns if num_rows * num_columns <= MOST_NUMBERS else num_columns // 2
-    layout = copy_layout(c, num_rows, width)
-    for column in range(0, num_columns, width):
-        columns = pl.ds(column, width)
-        target[:, columns] = to_16_bits(plgpu.load(source.at[:, columns], layout=layout), c.dtype, layout)
+    if num_rows * num_columns > MOST_NUMBERS:
+        num_rows //= 2
+    layout = copy_layout(c, num_rows, num_columns)
+    for row in range(0, source.shape[0], num_rows):
+        rows = pl.ds(row, num_rows)
+        target[rows] = to_16_bits(plgpu.load(source.at[rows], layout=layout), c.dtype, layout)
 
 
 def in_16_bits(c: Config, stage: Any, wide: Any) -> Any:

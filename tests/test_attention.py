@@ -97,6 +97,7 @@ EIGHT_BITS = [
     Case(
         "8 bits, float16", FEW, heads=(2, 2), head_dim=96, block_size=32, dtype="float16", kv_scales=(0.03171, 0.01137)
     ),
+    Case("8 bits, G 17", [(1, 65), (3, 40)], heads=(34, 2), head_dim=64, dtype="bfloat16", kv_scales=(0.02171, 3.137)),
     Case("8 bits, D 256", FEW, heads=(3, 1), head_dim=256, block_size=128, window=50, kv_scales=(0.5, 2)),
 ]
 

@@ -231,6 +231,7 @@ class MosaicGpu:
             attend = partial(
                 self.ragged_attention, k_pool=k_pool, v_pool=v_pool, cu_q_lens=cu_q_lens, kv_lens=kv_lens,
                 block_tables=block_tables, scale=scale, window=window, softcap=softcap, num_splits=num_splits,
+                k_scale=k_scale, v_scale=v_scale,
             )  # fmt: skip
             return _in_parts(attend, q, num_kv_heads)
         sizes = (q.dtype, head_dim, num_heads, num_kv_heads, block_size)

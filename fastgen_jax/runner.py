@@ -181,7 +181,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
-            few=FEW_TOKENS if self._device.platform == "cpu" and self.dtype == jnp.float32 else (),
+            few=FEW_TOKENS if self._device.platform == "cpu" else (),
         )
 
     def _allocate_pool(self, num_blocks: int) -> list[kv_pool.LayerKV]:

@@ -45,7 +45,7 @@ config = llama.from_hf(found.hf_config)
 
 def load():
     start = time.process_time()
-    _, params = pretrained.load_model(found, config, kernels.get_backend("xla"), "bfloat16", WHOLE, False, kind)
+    _, params = pretrained.load_model(found, config, kernels.get_backend("xla"), "bfloat16", WHOLE, False, quantize=kind)
     return params, time.process_time() - start
 
 models.param_shapes(llama.Model(config, kernels.get_backend("xla")))

@@ -76,9 +76,15 @@ def matmul(x: Array, weight: Array | QuantizedMatrix, *, out_dtype: Any = None) 
     def x_first(x: Array, weight: Array) -> Array:
         return dot("te,fe->tf", x, weight)
 
+    def summed(x: Array, weight: Array) -> Array:
+        # XLA:CPU's product of one row makes a copy of the weight in float32; this reads it as it is.
+        y = jnp.sum(weight.astype(jnp.float32) * x.astype(jnp.float32), axis=1)
+        return y[None].astype(out_dtype or x.dtype)
+
     if weight.dtype == jnp.float32 and x.shape[0] > _FEW_ROWS:
         return x_first(x, weight)
-    return jax.lax.platform_dependent(x, weight, cpu=weight_first, default=x_first)
+    few = summed if x.shape[0] == 1 and weight.dtype != jnp.float32 else weight_first
+    return jax.lax.platform_dependent(x, weight, cpu=few, default=x_first)
 
 
 class Linear(nn.Module):

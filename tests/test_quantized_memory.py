@@ -45,7 +45,8 @@ config = llama.from_hf(found.hf_config)
 
 def load():
     start = time.process_time()
-    _, params = pretrained.load_model(found, config, kernels.get_backend("xla"), "bfloat16", WHOLE, False, quantize=kind)
+    backend = kernels.get_backend("xla")
+    _, params = pretrained.load_model(found, config, backend, "bfloat16", WHOLE, False, quantize=kind)
     return params, time.process_time() - start
 
 models.param_shapes(llama.Model(config, kernels.get_backend("xla")))

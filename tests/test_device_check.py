@@ -50,6 +50,9 @@ def test_a_rehearsal_runs_every_stage(rehearsal):
     assert report.is_sound(result["stages"])
 
 
+BUCKETS = (1, 8, 16, 32)  # the first two on a CPU only
+
+
 def test_a_rehearsal_measures_what_it_should(rehearsal):
     measured = {name: entry["rows"] for name, entry in rehearsal[0]["stages"].items()}
     assert [row["of"] for row in measured["peaks"]] == ["device", "copy", "matmul"]
@@ -60,7 +63,7 @@ def test_a_rehearsal_measures_what_it_should(rehearsal):
         for policy in ("waves", "proportional", "fixed(8)", "none")
     ]
     assert [(row["kind"], row["tokens"], row["rows"]) for row in measured["engine"] if row["of"] == "step"] == [
-        ("decode", 1, 1), ("decode", 8, 8), ("bucket", 16, 1), ("bucket", 32, 1),
+        ("decode", 1, 1), ("decode", 8, 8), *(("bucket", bucket, 1) for bucket in BUCKETS),
         ("sequences", 32, 1), ("sequences", 32, 8),
     ]  # fmt: skip
     generated = [(row["overlap"], row["tokens"], row["compiled"]) for row in measured["engine"] if "overlap" in row]
@@ -79,7 +82,7 @@ def test_a_decode_of_one_is_measured_before_the_other_programs_are_compiled(rehe
     rows = rehearsal[0]["stages"]["engine"]["rows"]
     assert [row["of"] for row in rows[:3]] == ["weights", "step", "compile"]
     assert rows[1]["rows"] == 1
-    assert list(rows[2]["programs"]) == ["backbone 16", "sample 16", "backbone 32"]
+    assert {name for name in rows[2]["programs"] if "backbone" in name} == {f"backbone {bucket}" for bucket in BUCKETS}
     assert rows[-1]["of"] == "command buffers"
 
 

@@ -97,7 +97,7 @@ PUBLISHED = {  # numbers of parameters, by the files on the Hub
     "olmoe-1b-7b": 6_919_161_856,
     "granite3.1-2b": 2_533_531_648,
     "granite3.1-8b": 8_170_848_256,
-    "granite3.1-1b-a400m": 1_334_628_352,
+    "granite3.1-1b-a400m": 1_334_625_280,
     "smollm3-3b": 3_075_098_624,
     "command-r": 34_980_831_232,
     "command-r-plus": 103_810_674_688,

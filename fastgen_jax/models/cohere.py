@@ -13,8 +13,7 @@ DEFAULTS = {"rope_theta": 5e5, "tie_word_embeddings": True}
 
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
-    fields = HFConfig(DEFAULTS | dict(hf))
-    fields.take("model_max_length")  # the tokenizer's
+    fields = HFConfig(DEFAULTS | with_one_length(hf))
     bias = fields.take("attention_bias", False)
     config = llama.read_config(
         fields,
@@ -31,3 +30,10 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     )
     fields.finish()
     return config
+
+
+def with_one_length(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its `model_max_length`, where it has one, as the context: Command R has 8192 for the other."""
+    hf = dict(hf)
+    longest = hf.pop("model_max_length", None)
+    return hf if longest is None else hf | {"max_position_embeddings": longest}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fastgen_jax.models import llama
+from fastgen_jax.models import cohere, llama
 from fastgen_jax.models.hf_config import HFConfig
 
 Model = llama.Model
@@ -21,8 +21,8 @@ ONLY = {
 
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
-    fields = HFConfig({"tie_word_embeddings": True} | dict(hf))
-    num_layers, window = fields.count("num_hidden_layers"), fields.take("sliding_window", 4096, null=None)
+    fields = HFConfig({"tie_word_embeddings": True} | cohere.with_one_length(hf))
+    num_layers, window = fields.count("num_hidden_layers"), fields.count_or_none("sliding_window", 4096)
     every = fields.count("sliding_window_pattern", 4)
     windowed = fields.windowed(num_layers, lambda layer: (layer + 1) % every != 0)
     for name, value in ONLY.items():

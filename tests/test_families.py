@@ -84,6 +84,7 @@ def test_command_rs_context_is_what_the_model_was_made_for():
     assert REAL["cohere"]["max_position_embeddings"] == 8192
     assert read(REAL["cohere"]).max_positions == 131072
     assert read(REAL["cohere2"] | {"model_max_length": 262144}).max_positions == 262144
+    assert read(REAL["cohere"] | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}).rope.original_max_len == 8192
 
 
 @pytest.mark.parametrize("name", [name for name in models.families() if "text_config" not in real_config(name)])

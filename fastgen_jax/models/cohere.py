@@ -1,6 +1,7 @@
 """Command R, Command R+ and Aya 23: LayerNorms without bias, a parallel block, neighbours rotated."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastgen_jax.models import llama
@@ -13,7 +14,8 @@ DEFAULTS = {"rope_theta": 5e5, "tie_word_embeddings": True}
 
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
-    fields = HFConfig(DEFAULTS | with_one_length(hf))
+    fields = HFConfig(DEFAULTS | dict(hf))
+    longest = fields.count_or_none("model_max_length")  # Command R's context, beside 8192 positions
     bias = fields.take("attention_bias", False)
     config = llama.read_config(
         fields,
@@ -29,11 +31,4 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
         out_bias=bias,
     )
     fields.finish()
-    return config
-
-
-def with_one_length(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with its `model_max_length`, where it has one, as the context: Command R has 8192 for the other."""
-    hf = dict(hf)
-    longest = hf.pop("model_max_length", None)
-    return hf if longest is None else hf | {"max_position_embeddings": longest}
+    return replace(config, max_position_embeddings=longest or config.max_position_embeddings)

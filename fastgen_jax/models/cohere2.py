@@ -1,9 +1,10 @@
 """Command R7B and its kin: LayerNorms without bias, a parallel block, windows in the layers that rotate."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from fastgen_jax.models import cohere, llama
+from fastgen_jax.models import llama
 from fastgen_jax.models.hf_config import HFConfig
 
 Model = llama.Model
@@ -21,7 +22,8 @@ ONLY = {
 
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
-    fields = HFConfig({"tie_word_embeddings": True} | cohere.with_one_length(hf))
+    fields = HFConfig({"tie_word_embeddings": True} | dict(hf))
+    longest = fields.count_or_none("model_max_length")  # as Command R has it
     num_layers, window = fields.count("num_hidden_layers"), fields.count_or_none("sliding_window", 4096)
     every = fields.count("sliding_window_pattern", 4)
     windowed = fields.windowed(num_layers, lambda layer: (layer + 1) % every != 0)
@@ -43,4 +45,4 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
         out_bias=bias,
     )
     fields.finish()
-    return config
+    return replace(config, max_position_embeddings=longest or config.max_position_embeddings)

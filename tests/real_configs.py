@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastgen_jax.checkpoint.config_only import read_config
+from fastgen_jax.models.hf_config import first_layers
 
 ALIASES_OF = {
     "arcee": None,
@@ -77,7 +78,7 @@ SHIPPED = {
 """Of the families whose configs have tests of their own, an alias."""
 
 PERIODS = dict.fromkeys(("gemma3", "gemma3_text"), 6) | dict.fromkeys(("cohere2", "exaone4", "exaone4_5", "olmo3"), 4)
-"""Layers after which a family's kinds of attention come round again; the others' are all alike."""
+"""Layers after which a family's windows come round again; of the others it is one or two."""
 
 
 def real_config(family: str) -> dict[str, Any]:
@@ -86,13 +87,4 @@ def real_config(family: str) -> dict[str, Any]:
 
 def shortened(family: str) -> dict[str, Any]:
     """Its first layers only: two of a kind, or one of each."""
-    config, num_layers = real_config(family), PERIODS.get(family, 2)
-    if "text_config" in config:
-        return config | {"text_config": _cut(config["text_config"], num_layers)}
-    return _cut(config, num_layers)
-
-
-def _cut(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    name = "n_layer" if "n_layer" in config else "num_hidden_layers"
-    kinds = {key: config[key][:num_layers] for key in ("layer_types", "no_rope_layers") if config.get(key)}
-    return config | {name: num_layers} | kinds
+    return first_layers(real_config(family), PERIODS.get(family, 2))

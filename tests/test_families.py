@@ -80,6 +80,25 @@ def test_layers_with_a_window_may_have_a_rope_of_their_own():
     assert [rope.theta for rope in read(REAL["gemma3_text"] | {"rope_parameters": by_type}).ropes[4:6]] == [3e4, 2e6]
 
 
+def test_command_rs_context_is_what_the_model_was_made_for():
+    assert REAL["cohere"]["max_position_embeddings"] == 8192
+    assert read(REAL["cohere"]).max_positions == 131072
+    assert read(REAL["cohere2"] | {"model_max_length": 262144}).max_positions == 262144
+    assert read(REAL["cohere"] | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}).rope.original_max_len == 8192
+
+
+@pytest.mark.parametrize("name", [name for name in models.families() if "text_config" not in real_config(name)])
+def test_what_a_config_leaves_out_is_what_transformers_takes(name):
+    whole = AutoConfig.for_model(name).to_dict()
+    for field in whole.keys() - {"model_type"}:
+        try:
+            found = read({key: value for key, value in whole.items() if key != field})
+        except ValueError as error:
+            assert "lacks the field" in str(error)
+        else:
+            assert found == read(whole), field
+
+
 @pytest.mark.parametrize(
     ("name", "field", "sentence"),
     [
@@ -147,6 +166,9 @@ def test_layers_with_a_window_may_have_a_rope_of_their_own():
         ("gemma3_text", {"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' lacks the field 'factor'"),
         ("gemma3_text", {"max_position_embeddings": None}, "lacks the field 'max_position_embeddings'"),
         ("gemma3", {"text_config": {"model_type": "gemma2"}}, "has model_type='gemma2', not 'gemma3_text'"),
+        ("cohere2", {"sliding_window": 0}, "sliding_window=0 of this cohere2 model must be a whole number from 1"),
+        ("starcoder2", {"sliding_window": -1}, "sliding_window=-1 of this starcoder2 model must be a whole number"),
+        ("glm", {"head_dim": 128.5}, "head_dim=128.5 of this glm model must be a whole number from 1"),
         ("olmo", {"clip_qkv": 8.0}, "this olmo model has unsupported fields: clip_qkv=8.0"),
         ("olmoe", {"num_experts_per_tok": 65}, "num_experts_per_tok=65 must be at most the number of experts, 64"),
         ("arcee", {"hidden_act": "relu3"}, "activation 'relu3' is not supported; choose"),

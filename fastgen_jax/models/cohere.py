@@ -1,6 +1,7 @@
 """Command R, Command R+ and Aya 23: LayerNorms without bias, a parallel block, neighbours rotated."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastgen_jax.models import llama
@@ -14,7 +15,7 @@ DEFAULTS = {"rope_theta": 5e5, "tie_word_embeddings": True}
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     fields = HFConfig(DEFAULTS | dict(hf))
-    fields.take("model_max_length")  # the tokenizer's
+    longest = fields.count_or_none("model_max_length")  # Command R's context, beside 8192 positions
     bias = fields.take("attention_bias", False)
     config = llama.read_config(
         fields,
@@ -30,4 +31,4 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
         out_bias=bias,
     )
     fields.finish()
-    return config
+    return replace(config, max_position_embeddings=longest or config.max_position_embeddings)

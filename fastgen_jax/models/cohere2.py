@@ -1,6 +1,7 @@
 """Command R7B and its kin: LayerNorms without bias, a parallel block, windows in the layers that rotate."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastgen_jax.models import llama
@@ -22,7 +23,8 @@ ONLY = {
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     fields = HFConfig({"tie_word_embeddings": True} | dict(hf))
-    num_layers, window = fields.count("num_hidden_layers"), fields.take("sliding_window", 4096, null=None)
+    longest = fields.count_or_none("model_max_length")  # as Command R has it
+    num_layers, window = fields.count("num_hidden_layers"), fields.count_or_none("sliding_window", 4096)
     every = fields.count("sliding_window_pattern", 4)
     windowed = fields.windowed(num_layers, lambda layer: (layer + 1) % every != 0)
     for name, value in ONLY.items():
@@ -43,4 +45,4 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
         out_bias=bias,
     )
     fields.finish()
-    return config
+    return replace(config, max_position_embeddings=longest or config.max_position_embeddings)

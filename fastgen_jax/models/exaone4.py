@@ -11,7 +11,7 @@ Model = llama.Model
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     fields = HFConfig({"num_key_value_heads": 32, "rms_norm_eps": 1e-5} | dict(hf))
-    num_layers, window = fields.count("num_hidden_layers"), fields.take("sliding_window", 4096, null=None)
+    num_layers, window = fields.count("num_hidden_layers"), fields.count_or_none("sliding_window", 4096)
     pattern = fields.take("sliding_window_pattern", 4, null=0)
     windowed = fields.windowed(num_layers, lambda layer: window is not None and _is_local(layer, pattern))
     config = llama.read_config(

@@ -20,7 +20,7 @@ NORMS = llama.LayerNorms(
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     fields = HFConfig(DEFAULTS | with_one_activation(hf))
     fields.only("use_bidirectional_attention", None, False)
-    num_layers, window = fields.count("num_hidden_layers"), fields.take("sliding_window", 4096, null=None)
+    num_layers, window = fields.count("num_hidden_layers"), fields.count_or_none("sliding_window", 4096)
     fields.only("sliding_window_size", window)  # an older name
     bias = fields.take("attention_bias", False)
     config = llama.read_config(

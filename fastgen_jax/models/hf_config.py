@@ -49,7 +49,14 @@ class HFConfig:
 
     def count(self, name: str, default: int | None = None) -> int:
         """A whole number from 1; without a `default` the field must be there."""
-        value = self.need(name) if default is None else self.take(name, default)
+        return self._whole(name, self.need(name) if default is None else self.take(name, default))
+
+    def count_or_none(self, name: str, default: int | None = None) -> int | None:
+        """A whole number from 1, or None where it is null; `default` where it is absent."""
+        value = self.take(name, default, null=None)
+        return None if value is None else self._whole(name, value)
+
+    def _whole(self, name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} of this {self.family} model must be a whole number from 1")
         return value

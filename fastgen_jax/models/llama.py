@@ -156,7 +156,7 @@ def read_config(
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}")
-    head_dim = fields.take("head_dim")
+    head_dim = fields.count_or_none("head_dim")
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}")
     head_dim = head_dim or hidden_size // num_heads

@@ -11,7 +11,7 @@ Model = llama.Model
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     fields = HFConfig({"num_key_value_heads": 8} | dict(hf))
-    window = fields.take("sliding_window", 4096, null=None)
+    window = fields.count_or_none("sliding_window", 4096)
     windowed = fields.windowed(fields.count("num_hidden_layers"), lambda layer: True)
     config = llama.read_config(fields, windows=tuple(window if one else None for one in windowed))
     fields.finish()

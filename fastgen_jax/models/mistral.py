@@ -10,8 +10,8 @@ Model = llama.Model
 
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
-    fields = HFConfig(hf)
-    window = fields.take("sliding_window", 4096, null=None)
+    fields = HFConfig({"num_key_value_heads": 8} | dict(hf))
+    window = fields.count_or_none("sliding_window", 4096)
     config = llama.read_config(fields, windows=(window,) * fields.count("num_hidden_layers"))
     fields.finish()
     return config

@@ -16,7 +16,7 @@ DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
 def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     fields = HFConfig(DEFAULTS | dict(hf))
-    window = fields.take("sliding_window", null=None)
+    window = fields.count_or_none("sliding_window")
     config = llama.read_config(fields, windows=(window,) * fields.count("num_hidden_layers"))
     mixture = Mixture(
         num_experts=fields.count("num_local_experts"),

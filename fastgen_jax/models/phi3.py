@@ -18,7 +18,7 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
         fields.only(name, 1)
     config = llama.read_config(
         fields,
-        windows=(fields.take("sliding_window"),) * fields.count("num_hidden_layers"),
+        windows=(fields.count_or_none("sliding_window"),) * fields.count("num_hidden_layers"),
         rotary=1.0,
     )
     fields.finish()

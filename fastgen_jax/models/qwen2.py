@@ -21,8 +21,15 @@ def read_windows(
     fields: HFConfig, num_layers: int, is_windowed: Callable[[int, int], bool] = lambda layer, first: layer >= first
 ) -> tuple[int | None, ...]:
     """The window of each layer. is_windowed: of a layer and `max_window_layers`, where there are no `layer_types`."""
-    any_windows = fields.take("use_sliding_window", False)
-    window = fields.take("sliding_window", 4096, null=None)
+    window = read_window(fields)
     first = fields.take("max_window_layers", 28)
     windowed = fields.windowed(num_layers, lambda layer: is_windowed(layer, first))
-    return tuple(window if any_windows and one else None for one in windowed)
+    return tuple(window if one else None for one in windowed)
+
+
+def read_window(fields: HFConfig) -> int | None:
+    """That of the layers which have one; None where none has, for there `sliding_window` may be anything."""
+    if fields.take("use_sliding_window", False):
+        return fields.count_or_none("sliding_window", 4096)
+    fields.take("sliding_window")
+    return None

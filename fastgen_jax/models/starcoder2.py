@@ -20,7 +20,7 @@ def from_hf(hf: Mapping[str, Any]) -> llama.Config:
     bias = fields.take("use_bias", True)
     config = llama.read_config(
         fields,
-        windows=(fields.take("sliding_window"),) * fields.count("num_hidden_layers"),
+        windows=(fields.count_or_none("sliding_window"),) * fields.count("num_hidden_layers"),
         norm="layer",
         norm_eps=fields.take("norm_epsilon", 1e-5),
         gated_mlp=False,

@@ -1,6 +1,5 @@
 """A quantised checkpoint, read as if its modules had the weights that they stand for."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from fastgen_jax.checkpoint.formats import Format, method, read_format
 from fastgen_jax.checkpoint.host_matrix import HostMatrix
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 from fastgen_jax.checkpoint.source import Region
+from fastgen_jax.models.hf_config import read_json
 from fastgen_jax.schemes import Scheme
 
 _OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -23,8 +23,7 @@ def with_quantization(folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]
         return hf_config
     for name, of in _OLD_CONFIGS.items():
         if (folder / name).is_file():
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
-            return hf_config | {"quantization_config": {"quant_method": of} | found}
+            return hf_config | {"quantization_config": {"quant_method": of} | read_json(folder / name)}
     return hf_config
 
 

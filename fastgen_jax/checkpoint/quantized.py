@@ -32,15 +32,23 @@ def check_quantization(quantization: str | None, hf_config: dict[str, Any], mode
 
     quantization: the kind that it is to be quantised to. model_config: a family's.
     """
-    config = hf_config.get("quantization_config")
-    if quantization is not None and config:
+    stored = _method_of_weights(hf_config.get("quantization_config"))
+    if quantization is not None and stored is not None:
         raise ValueError(
-            f"quantization={quantization!r} is for a checkpoint that is not quantised, and this one is "
-            f"({method(config)}); leave it out"
+            f"quantization={quantization!r} is for a checkpoint that is not quantised, and this one is ({stored}); "
+            "leave it out"
         )
-    how = quantization or (method(config) if config else None)
+    how = quantization or stored
     if how is not None and getattr(model_config, "mixture", None) is not None:
         raise ValueError(f"a mixture of experts cannot be quantised ({how}); its experts are held in 16 or 32 bits")
+
+
+def _method_of_weights(config: Any) -> str | None:
+    """The method of a `quantization_config`; None without any, and of compressed-tensors for a KV cache alone."""
+    if not config:
+        return None
+    name = method(config)
+    return None if config.get("config_groups") == {} else name
 
 
 class QuantizedTensors:

@@ -74,9 +74,10 @@ class CompressedTensors:
     marks: ClassVar[tuple[str, ...]] = ("weight", "weight_packed")
     parts: ClassVar[tuple[str, ...]] = (
         *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"),
-        *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
+        *("input_scale", "input_zero_point"),
     )
-    unread: ClassVar[str | None] = r"\.(q_scale|[qkv]_zero_point)$"
+    # The output_scale of a k_proj or v_proj is its KV cache's.
+    unread: ClassVar[str | None] = r"\.(q_scale|[qkv]_zero_point|output_zero_point)$|(?<!\.[kv]_proj)\.output_scale$"
 
     def _weights(self, module: str) -> Weights | None:
         """The group that has a module, by its name first, and otherwise as a Linear."""
@@ -171,17 +172,21 @@ def _means(target: str, module: str) -> bool:
 
 
 def read(fields: HFConfig) -> CompressedTensors:
-    fields.only("format", *_FORMATS)
-    fields.only("quantization_status", "compressed")
+    groups = fields.need("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise ValueError(f"config_groups={groups!r:.80} of this {fields.family} model must be an object of objects")
+    if groups:
+        fields.only("format", *_FORMATS)
+        fields.only("quantization_status", "compressed")
+    else:  # the KV cache alone is quantised
+        fields.only("format", "dense", *_FORMATS)
+        fields.take("quantization_status")
     for name in ("sparsity_config", "transform_config"):
         value = fields.take(name) or {}
         if not isinstance(value, Mapping) or value.get("format", "dense") != "dense" or value.get("config_groups"):
             raise ValueError(f"{name}={value!r:.80} of this {fields.family} model is not supported")
     for name in ("global_compression_ratio", "kv_cache_scheme", "version"):
         fields.take(name)
-    groups = fields.need("config_groups")
-    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-        raise ValueError(f"config_groups={groups!r:.80} of this {fields.family} model must be an object of objects")
     return CompressedTensors(
         tuple(_weights(fields.family, name, group) for name, group in groups.items()),
         fields.names("ignore"),

@@ -92,10 +92,10 @@ def load_model(
     if shards.size > 1:
         whole, _ = models.param_shapes(model.clone(shards=WHOLE))
         cut = checkpoint.Cut(shards, shapes, axes, model_config.fused(shards))
-    stored = checkpoint.WithoutKVScales(found.open())
-    source: checkpoint.TensorSource = stored
+    opened = found.open()
     if hasattr(family, "layout"):
-        source = checkpoint.LaidOut(source, family.layout(model_config))
+        opened = checkpoint.LaidOut(opened, family.layout(model_config))
+    source = checkpoint.WithoutKVScales(opened)
     params = checkpoint.load_params(
         source,
         whole,
@@ -108,7 +108,7 @@ def load_model(
     )
     if kv_cache_dtype == "fp8":
         params = checkpoint.with_kv_scales(
-            params, stored.scales(), lambda scale: shards.everywhere(np.asarray(scale, jnp.dtype(dtype)))
+            params, source.scales(), lambda scale: shards.everywhere(np.asarray(scale, jnp.dtype(dtype)))
         )
     return model, on_chip(params, Chip.here())
 

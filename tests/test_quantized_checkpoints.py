@@ -184,6 +184,16 @@ def test_a_quantised_head_and_modules_that_are_not_converted():
 # Bad input
 
 
+def test_a_quantised_head_of_a_model_that_is_tied_is_refused():
+    folder = Path(tempfile.mkdtemp(prefix="quantised-"))
+    save_random_model(CONFIG | {"vocab_size": 104}, folder)
+    quantize_folder(folder, gptq(64), lambda name: name == "lm_head.weight")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"ties the output weights to the embedding, but tensor 'lm_head.weight' is"):
+        load_engine(folder)
+
+
 def change(name: str, **edits: Any) -> Path:
     """The checkpoint of a case with fields of its quantization_config changed, and tensors: None takes one away."""
     folder, _, stored = quantized(name)

@@ -13,6 +13,7 @@ import pytest
 from hf import SIZES, assert_close, save_random_model
 from quantized_writers import float_quantized, fp8, gptq, quantize_folder
 from safetensors.numpy import load_file, save_file
+from test_models import VARIANTS
 from test_quantized_checkpoints import CONFIG, TOKENS, is_projection
 
 from fastgen_jax import checkpoint, kernels, models, pretrained
@@ -157,3 +158,19 @@ def test_both_are_made_here_of_a_checkpoint_of_16_bits():
     one.update_params(jax.tree.map(lambda x: x, one.params))
     assert one.generate([TOKENS[0].tolist()], params)[0].token_ids == found.token_ids
     assert np.abs(logits(engine) - logits(one)).max() < 0.3 * np.abs(logits(one)).max()  # groups of other inputs
+
+
+def test_a_model_that_reads_images_has_the_scales_of_its_language_model(tmp_path):
+    save_random_model(VARIANTS["gemma3"], tmp_path)
+    tensors, _ = quantize_folder(
+        tmp_path, float_quantized("channel"), lambda name: is_projection(name) and "language_model" in name
+    )
+    prefix = next(name for name in tensors if name.endswith("layers.0.self_attn.k_proj.weight") and "language" in name)
+    tensors[prefix.replace("k_proj.weight", "k_scale")] = np.array(0.25, np.float32)
+    tensors["vision_tower.vision_model.encoder.layers.0.self_attn.k_scale"] = np.array(7, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    engine = engine_of(tmp_path, kv_cache_dtype="fp8")
+    layer = engine.params["model"]["layers_0"]
+    assert float(layer["self_attn"]["k_scale"]) == 0.25
+    assert is_quantized(layer["mlp"]["down_proj"]["weight"])
+    assert_near(logits(engine), logits(plain(engine, kv_cache_dtype="fp8")))

@@ -110,7 +110,7 @@ def load_model(
         params = checkpoint.with_kv_scales(
             params, source.scales(), lambda scale: shards.everywhere(np.asarray(scale, jnp.dtype(dtype)))
         )
-    return model, on_chip(params, Chip.here())
+    return model, params
 
 
 def _facts(config: EngineConfig, found: checkpoint.Checkpoint) -> dict[str, str]:
@@ -141,7 +141,10 @@ def shards_for(config: EngineConfig, model_config: Any) -> Shards:
 
 
 def make_runner(model: Any, params: Params, config: EngineConfig, group: Group | None = None) -> ModelRunner:
-    """The device's side of an engine; ValueError where `config`, the model and its params do not fit together."""
+    """The device's side of an engine; ValueError where `config`, the model and its params do not fit together.
+
+    Quantised matrices are told the GPU that they are multiplied on, wherever they come from.
+    """
     found = one_dtype(params).name
     if config.dtype not in (None, found):
         raise ValueError(f"dtype={config.dtype!r} does not fit params of {found}; cast them first")
@@ -169,7 +172,7 @@ def make_runner(model: Any, params: Params, config: EngineConfig, group: Group |
     largest = budget.largest(config)
     return ModelRunner(
         model,
-        params,
+        on_chip(params, Chip.here()),
         config,
         max_num_batched_tokens=largest,
         max_model_len=wanted,

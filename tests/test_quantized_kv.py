@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fastgen_jax import checkpoint, kernels, models, pretrained
 from fastgen_jax.engine import Engine
 from fastgen_jax.gpus import GPUS
 from fastgen_jax.kernels.fp8 import FP8
+from fastgen_jax.kernels.mixed import Chip
 from fastgen_jax.params import is_quantized, quantization
 from fastgen_jax.quantization import dequantize
 from fastgen_jax.sharding import WHOLE, Shards
@@ -174,3 +176,16 @@ def test_a_model_that_reads_images_has_the_scales_of_its_language_model(tmp_path
     assert float(layer["self_attn"]["k_scale"]) == 0.25
     assert is_quantized(layer["mlp"]["down_proj"]["weight"])
     assert_near(logits(engine), logits(plain(engine, kv_cache_dtype="fp8")))
+
+
+def test_every_matrix_of_an_engine_is_told_the_gpu_wherever_it_comes_from(monkeypatch):
+    chip = Chip((8, 0), 108)
+    monkeypatch.setattr(Chip, "here", lambda: chip)
+    engine = engine_of(saved(None, "projection"), quantize="int8")
+    given = jax.tree.map(
+        lambda leaf: replace(leaf, chip=None) if is_quantized(leaf) else leaf, engine.params, is_leaf=is_quantized
+    )
+    other = Engine(vars(engine)["_runner"].model, given, **SIZES)
+    other.update_params(given)
+    for params in (engine.params, other.params):
+        assert {leaf.chip for leaf in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(leaf)} == {chip}

@@ -15,6 +15,7 @@ from hf import LLAMA, assert_close, load_engine, save_random_model
 from quantized_writers import (
     Case,
     awq,
+    compressed,
     float_quantized,
     fp8,
     gptq,
@@ -31,6 +32,11 @@ from fastgen_jax.sharding import WHOLE, Shards
 from fastgen_jax.types import SamplingParams
 
 CONFIG = LLAMA | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
+BLOCKS = compressed(
+    {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [48, 160]},
+    fp8((48, 160), "weight_scale").write,
+    format="float-quantized",
+)
 CASES: dict[str, tuple[Case, str]] = {
     "gptq, g128": (gptq(128), "int4"),
     "gptq, g64, symmetric": (gptq(64, symmetric=True), "int4"),
@@ -49,6 +55,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "pack-quantized, 8 bits": (pack_quantized(8, -1), "int8"),
     "float-quantized, channel": (float_quantized("channel"), "fp8"),
     "float-quantized, tensor": (float_quantized("tensor"), "fp8"),
+    "float-quantized, blocks": (BLOCKS, "fp8"),
     "fp8, blocks": (fp8((128, 128)), "fp8"),
     "fp8, blocks that do not divide": (fp8((48, 160)), "fp8"),
     "fp8, tensor": (fp8(None), "fp8"),

@@ -32,7 +32,7 @@ MIN_BUCKET = 16
 """A step of fewer tokens saves next to nothing: it reads the same weights."""
 
 FEW_TOKENS = (1, 8)
-"""Buckets below that, for a device that computes no faster than it reads: a CPU in float32."""
+"""Buckets below that, for a device that computes no faster than it reads: a CPU."""
 
 SettingsOf = Callable[[Sequence], "Settings"]
 SplitsOf = Callable[[list[int]], list[int]]

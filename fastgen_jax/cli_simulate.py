@@ -42,7 +42,7 @@ REAL_LOAD = {"prompt_mean": 320, "output_mean": 30, "requests": 48}
 """What is served unless flags say otherwise; the second by a real engine on this machine."""
 
 SYNTHETIC = "synthetic"
-ENGINE_ONLY = ("dtype", "kv_cache_dtype", "tensor_parallel", "expert_parallel")
+ENGINE_ONLY = ("dtype", "kv_cache_dtype", "quantization", "tensor_parallel", "expert_parallel")
 """Engine flags that say what is simulated rather than how it runs."""
 
 
@@ -273,6 +273,7 @@ def _system(args: argparse.Namespace) -> "System":
         tp=config.tensor_parallel,
         dtype=config.dtype or "bfloat16",
         kv_cache_dtype=config.kv_cache_dtype,
+        quantization=config.quantization,
     )
 
 

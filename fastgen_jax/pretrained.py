@@ -92,10 +92,10 @@ def load_model(
     if shards.size > 1:
         whole, _ = models.param_shapes(model.clone(shards=WHOLE))
         cut = checkpoint.Cut(shards, shapes, axes, model_config.fused(shards))
-    stored = checkpoint.WithoutKVScales(found.open())
-    source: checkpoint.TensorSource = stored
+    opened = found.open()
     if hasattr(family, "layout"):
-        source = checkpoint.LaidOut(source, family.layout(model_config))
+        opened = checkpoint.LaidOut(opened, family.layout(model_config))
+    source = checkpoint.WithoutKVScales(opened)
     params = checkpoint.load_params(
         source,
         whole,
@@ -108,9 +108,9 @@ def load_model(
     )
     if kv_cache_dtype == "fp8":
         params = checkpoint.with_kv_scales(
-            params, stored.scales(), lambda scale: shards.everywhere(np.asarray(scale, jnp.dtype(dtype)))
+            params, source.scales(), lambda scale: shards.everywhere(np.asarray(scale, jnp.dtype(dtype)))
         )
-    return model, on_chip(params, Chip.here())
+    return model, params
 
 
 def _facts(config: EngineConfig, found: checkpoint.Checkpoint) -> dict[str, str]:
@@ -141,7 +141,10 @@ def shards_for(config: EngineConfig, model_config: Any) -> Shards:
 
 
 def make_runner(model: Any, params: Params, config: EngineConfig, group: Group | None = None) -> ModelRunner:
-    """The device's side of an engine; ValueError where `config`, the model and its params do not fit together."""
+    """The device's side of an engine; ValueError where `config`, the model and its params do not fit together.
+
+    Quantised matrices are told the GPU that they are multiplied on, wherever they come from.
+    """
     found = one_dtype(params).name
     if config.dtype not in (None, found):
         raise ValueError(f"dtype={config.dtype!r} does not fit params of {found}; cast them first")
@@ -169,7 +172,7 @@ def make_runner(model: Any, params: Params, config: EngineConfig, group: Group |
     largest = budget.largest(config)
     return ModelRunner(
         model,
-        params,
+        on_chip(params, Chip.here()),
         config,
         max_num_batched_tokens=largest,
         max_model_len=wanted,

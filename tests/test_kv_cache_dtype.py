@@ -118,6 +118,14 @@ def test_layers_with_scales_are_lowered_once():
     assert lowered.count("func.func private @_apply") == 1
 
 
+def test_no_pool_is_widened_to_be_written_or_read():
+    """XLA:CPU would do both in float16, and take ten times as long."""
+    engine = tiny_engine(kv_cache_dtype="fp8", num_blocks=777)
+    program = vars(engine)["_runner"].programs.get("backbone", 1).as_text()
+    assert "f8e4m3fn[777," in program
+    assert "16[777," not in program and "f32[777," not in program
+
+
 def test_nothing_compiles_after_the_warm_up():
     engine = tiny_engine(kv_cache_dtype="fp8", warm_up=True, num_blocks=24)
     with forbid_compile():

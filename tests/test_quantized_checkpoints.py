@@ -15,6 +15,7 @@ from hf import LLAMA, assert_close, load_engine, save_random_model
 from quantized_writers import (
     Case,
     awq,
+    compressed,
     float_quantized,
     fp8,
     gptq,
@@ -31,6 +32,11 @@ from fastgen_jax.sharding import WHOLE, Shards
 from fastgen_jax.types import SamplingParams
 
 CONFIG = LLAMA | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
+BLOCKS = compressed(
+    {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [48, 160]},
+    fp8((48, 160), "weight_scale").write,
+    format="float-quantized",
+)
 CASES: dict[str, tuple[Case, str]] = {
     "gptq, g128": (gptq(128), "int4"),
     "gptq, g64, symmetric": (gptq(64, symmetric=True), "int4"),
@@ -49,6 +55,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "pack-quantized, 8 bits": (pack_quantized(8, -1), "int8"),
     "float-quantized, channel": (float_quantized("channel"), "fp8"),
     "float-quantized, tensor": (float_quantized("tensor"), "fp8"),
+    "float-quantized, blocks": (BLOCKS, "fp8"),
     "fp8, blocks": (fp8((128, 128)), "fp8"),
     "fp8, blocks that do not divide": (fp8((48, 160)), "fp8"),
     "fp8, tensor": (fp8(None), "fp8"),
@@ -184,6 +191,16 @@ def test_a_quantised_head_and_modules_that_are_not_converted():
 # Bad input
 
 
+def test_a_quantised_head_of_a_model_that_is_tied_is_refused():
+    folder = Path(tempfile.mkdtemp(prefix="quantised-"))
+    save_random_model(CONFIG | {"vocab_size": 104}, folder)
+    quantize_folder(folder, gptq(64), lambda name: name == "lm_head.weight")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"ties the output weights to the embedding, but tensor 'lm_head.weight' is"):
+        load_engine(folder)
+
+
 def change(name: str, **edits: Any) -> Path:
     """The checkpoint of a case with fields of its quantization_config changed, and tensors: None takes one away."""
     folder, _, stored = quantized(name)
@@ -202,6 +219,11 @@ def change(name: str, **edits: Any) -> Path:
 
 
 PREFIX = "model.layers.1.mlp."
+
+
+def group(**fields: Any) -> dict[str, Any]:
+    """A group of int8 weights in compressed-tensors' config, with other fields."""
+    return {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}} | fields}
 
 
 @pytest.mark.parametrize(
@@ -279,11 +301,79 @@ PREFIX = "model.layers.1.mlp."
             "quant_method='bitsandbytes' of this checkpoint is not supported; the methods are awq, compressed-tensors",
         ),
         ("gptq, g128", {"quant_method": None, "load_in_4bit": True}, "quant_method='bitsandbytes' of this checkpoint"),
+        ("gptq, g128", {"quant_method": ["gptq"]}, r"quant_method=.* of this checkpoint is not supported; the methods"),
+        ("gptq, g128", {"bits": 4.0}, "bits=4.0 of this gptq-quantised model must be a whole number from 1"),
+        (
+            "awq, g128",
+            {"q_group_size": "128"},
+            "q_group_size='128' of this awq-quantised model must be a multiple of 8",
+        ),
+        ("awq, g128", {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head' .* a list of strings"),
+        (
+            "fp8, blocks",
+            {"weight_block_size": 128},
+            "weight_block_size=128 of this fp8-quantised model must be two num",
+        ),
+        (
+            "int-quantized, channel",
+            {"config_groups": [1]},
+            r"config_groups=\[1\] of this .* must be an object of objects",
+        ),
+        (
+            "int-quantized, channel",
+            {"config_groups": group(targets=None)},
+            "no group of quantization_config has it among",
+        ),
+        ("int-quantized, channel", {"config_groups": group(targets="Linear")}, "targets='Linear' .* a list of strings"),
+        (
+            "int-quantized, channel",
+            {"config_groups": group(weights="int8")},
+            "has weights 'int8'; it can have int of 4",
+        ),
+        (
+            "int-quantized, channel",
+            {"config_groups": group(weights={"strategy": "group", "group_size": "128"})},
+            "config_groups.g of this .* has group_size='128'; by group, it must be a whole number from 1",
+        ),
+        (
+            "int-quantized, channel",
+            {"config_groups": group(weights={"strategy": "block"})},
+            "config_groups.g of this .* has weights by block and lacks block_structure",
+        ),
+        (
+            "gptq, g128",
+            {"down_proj.qweight": np.zeros(48, np.int32)},
+            r"down_proj.qweight' has shape \(48,\); it must be a matrix",
+        ),
+        (
+            "pack-quantized, g128",
+            {"down_proj.weight_shape": np.array([256])},
+            r"down_proj.weight_shape' has shape \(1,\); for outputs and inputs it must have \(2,\)",
+        ),
     ],
 )
 def test_what_cannot_be_loaded_is_said_in_one_sentence(name, edits, sentence):
     with pytest.raises(ValueError, match=sentence):
         load_engine(change(name, **edits))
+
+
+@pytest.mark.parametrize("value", ["gptq", ["gptq"], 4])
+def test_what_a_quantization_config_is_if_it_is_no_object(value):
+    folder = change("gptq, g128")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": value}))
+    with pytest.raises(ValueError, match=r"quantization_config is .*; it must be an object"):
+        load_engine(folder)
+
+
+def test_a_file_beside_config_json_that_is_damaged_is_named():
+    folder = change("gptq, g128")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    for text, sentence in (("{", "is not valid JSON"), ("[]", "holds a JSON list, not an object")):
+        (folder / "quantize_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"quantize_config.json {sentence}"):
+            load_engine(folder)
 
 
 def test_a_checkpoint_that_does_not_say_how_it_is_quantised():

@@ -1,12 +1,13 @@
 """The simulated engine against timelines worked by hand, its step models against hand arithmetic, and its policies."""
 
+import argparse
 import json
 import random
 from dataclasses import replace
 
 import pytest
 
-from fastgen_jax import cli
+from fastgen_jax import cli, cli_simulate
 from fastgen_jax.bench import grid
 from fastgen_jax.bench.deployment import Deployment
 from fastgen_jax.bench.drive import closed_loop, open_loop
@@ -14,6 +15,8 @@ from fastgen_jax.bench.load import Request
 from fastgen_jax.bench.measured_steps import MeasuredSteps, StepTable, interpolate
 from fastgen_jax.bench.simulator import SimulatedEngine, SimulatorConfig
 from fastgen_jax.bench.step_model import Roofline, keys_and_pairs
+from fastgen_jax.checkpoint.config_only import read_config
+from fastgen_jax.cli_flags import given
 from fastgen_jax.gpus import GPUS, LINKS
 from fastgen_jax.roofline import Work
 from fastgen_jax.scheduler import Row, Sequence
@@ -324,6 +327,19 @@ def test_a_deployment_of_a_mixture_is_that_of_all_its_layers(dense, tmp_path):
     deployment = Deployment.of(str(tmp_path), GPUS["h200"])
     whole = Sizing(config, GPUS["h200"], EngineConfig(dtype="bfloat16"), tp=1, mem_fraction=1)
     assert (deployment.work, deployment.weights_bytes) == (whole.work, whole.weights_bytes)
+
+
+@pytest.mark.parametrize("flags", [["--quantization", "int4"], ["--kv-cache-dtype", "fp8"], ["--dtype", "float32"]])
+def test_a_deployment_is_of_what_the_engine_flags_say(flags):
+    parser = argparse.ArgumentParser()
+    cli_simulate.add_command(parser.add_subparsers())
+    args = parser.parse_args(["simulate", "--model", "llama2-7b", "--gpu", "h200", *flags])
+    config = EngineConfig(**{"dtype": "bfloat16"} | given(args, EngineConfig))
+    whole = Sizing(read_config("llama2-7b"), GPUS["h200"], config, tp=1, mem_fraction=1)
+    found = cli_simulate._system(args)
+    assert (found.work, found.weights_bytes) == (whole.work, whole.weights_bytes)
+    assert found != Deployment.of("llama2-7b", GPUS["h200"])
+    assert cli_simulate._config(args, prefix_caching=False) == SimulatorConfig(prefix_caching=False)
 
 
 def test_deployments_by_their_published_sizes():

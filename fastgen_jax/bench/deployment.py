@@ -42,7 +42,14 @@ class Deployment:
 
     @classmethod
     def of(
-        cls, model: str, gpu: Gpu, *, tp: int = 1, dtype: str = "bfloat16", kv_cache_dtype: str = "auto"
+        cls,
+        model: str,
+        gpu: Gpu,
+        *,
+        tp: int = 1,
+        dtype: str = "bfloat16",
+        kv_cache_dtype: str = "auto",
+        quantization: str | None = None,
     ) -> "Deployment":
         """A deployment of an alias, a folder, a config.json or a .gguf file. ValueError, one sentence, if it cannot be.
 
@@ -52,7 +59,7 @@ class Deployment:
             raise ValueError(f"tp={tp} must be a whole number from 1 to {MAX_TP}")
         hf_config = read_config(model)
         config = family(hf_config.get("model_type", "")).from_hf(hf_config)
-        engine = EngineConfig(dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+        engine = EngineConfig(dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization)
         work, weights_bytes = _costs(hf_config, config, gpu, tp, engine)
         return cls(
             model,

@@ -1,7 +1,6 @@
 """A model's config.json, for when nothing else of it is wanted."""
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from fastgen_jax.checkpoint import gguf_config
 from fastgen_jax.checkpoint.aliases import ALIASES
 from fastgen_jax.checkpoint.gguf_file import read_header
 from fastgen_jax.checkpoint.quantized import with_quantization
+from fastgen_jax.models.hf_config import read_json
 
 _SHIPPED = Path(__file__).parent / "configs"
 """The config.json of every alias, without what says nothing of the model's shape."""
@@ -28,12 +28,7 @@ def read_config(name: str) -> dict[str, Any]:
         path = path / "config.json"
     elif path.suffix != ".json" or not path.is_file():
         path = _SHIPPED / f"{_alias(name)}.json"
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    value = read_json(path)
     return with_quantization(path.parent, value) if path.name == "config.json" else value
 
 

@@ -13,8 +13,10 @@ from fastgen_jax.checkpoint.source import Region, TensorSource
 from fastgen_jax.schemes import Scheme
 
 # As llm-compressor, vLLM and compressed-tensors (`kv_cache_scheme` in config.json) call them:
-# model.layers.0.self_attn.k_proj.k_scale, .self_attn.k_scale or .self_attn.attn.k_scale.
-_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv]_scale)$")
+# model.layers.0.self_attn.k_proj.k_scale, .self_attn.k_scale or .self_attn.attn.k_scale; once .k_proj.output_scale.
+_SCALE = re.compile(
+    r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)$"
+)
 
 
 class WithoutKVScales:
@@ -60,7 +62,7 @@ class WithoutKVScales:
             scale = float(self._source.read(name).reshape(()))
             if not 0 < scale < math.inf:
                 raise ValueError(f"tensor {name!r} is {scale}; a scale is more than 0")
-            found[int(match[1]), match[2]] = scale
+            found[int(match[1]), f"{match[2] or match[3]}_scale"] = scale
         return found
 
 

@@ -61,7 +61,7 @@ class LaidOut:
 
     def read(self, name: str) -> np.ndarray:
         place = self._places[name]
-        whole = self._source.read(place.tensor)
+        whole = np.atleast_1d(self._source.read(place.tensor))
         whole = whole.T if place.transposed else whole
         return np.concatenate([whole[there] for _, there in place.rows.spans(slice(0, place.shape[0]))])
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from fastgen_jax.checkpoint.host_matrix import scheme_of
 from fastgen_jax.checkpoint.source import TensorSource
 from fastgen_jax.schemes import Path
 
@@ -97,8 +98,8 @@ def check_tie(stored: Mapping[str, str], source: TensorSource) -> None:
     embedding = next((name for name in stored.values() if name.endswith("embed_tokens.weight")), None)
     if head is None or embedding is None or head == embedding:
         return
-    same_shape = source.shape(head) == source.shape(embedding)
-    if not same_shape or not np.array_equal(source.read(head), source.read(embedding)):
+    comparable = scheme_of(source, head) is None and source.shape(head) == source.shape(embedding)
+    if not comparable or not np.array_equal(source.read(head), source.read(embedding)):
         raise ValueError(
             f"config.json ties the output weights to the embedding, but tensor {head!r} is not {embedding!r}; "
             "if the model is not tied, set tie_word_embeddings to false"

@@ -1,6 +1,5 @@
 """A quantised checkpoint, read as if its modules had the weights that they stand for."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from fastgen_jax.checkpoint.formats import Format, method, read_format
 from fastgen_jax.checkpoint.host_matrix import HostMatrix
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 from fastgen_jax.checkpoint.source import Region
+from fastgen_jax.models.hf_config import read_json
 from fastgen_jax.schemes import Scheme
 
 _OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -23,8 +23,7 @@ def with_quantization(folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]
         return hf_config
     for name, of in _OLD_CONFIGS.items():
         if (folder / name).is_file():
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
-            return hf_config | {"quantization_config": {"quant_method": of} | found}
+            return hf_config | {"quantization_config": {"quant_method": of} | read_json(folder / name)}
     return hf_config
 
 
@@ -33,15 +32,23 @@ def check_quantization(quantization: str | None, hf_config: dict[str, Any], mode
 
     quantization: the kind that it is to be quantised to. model_config: a family's.
     """
-    config = hf_config.get("quantization_config")
-    if quantization is not None and config:
+    stored = _method_of_weights(hf_config.get("quantization_config"))
+    if quantization is not None and stored is not None:
         raise ValueError(
-            f"quantization={quantization!r} is for a checkpoint that is not quantised, and this one is "
-            f"({method(config)}); leave it out"
+            f"quantization={quantization!r} is for a checkpoint that is not quantised, and this one is ({stored}); "
+            "leave it out"
         )
-    how = quantization or (method(config) if config else None)
+    how = quantization or stored
     if how is not None and getattr(model_config, "mixture", None) is not None:
         raise ValueError(f"a mixture of experts cannot be quantised ({how}); its experts are held in 16 or 32 bits")
+
+
+def _method_of_weights(config: Any) -> str | None:
+    """The method of a `quantization_config`; None without any, and of compressed-tensors for a KV cache alone."""
+    if not config:
+        return None
+    name = method(config)
+    return None if config.get("config_groups") == {} else name
 
 
 class QuantizedTensors:

@@ -17,6 +17,7 @@ from fastgen_jax.checkpoint.gguf_file import GGUFHeader, GGUFSource, read_header
 from fastgen_jax.checkpoint.quantized import open_quantized, with_quantization
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 from fastgen_jax.checkpoint.source import TensorSource
+from fastgen_jax.models.hf_config import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,8 +131,8 @@ def _from_folder(name: str, path: Path, origin: str) -> Checkpoint:
         name,
         path,
         "safetensors",
-        hf_config=with_quantization(path, _read_json(path / "config.json")),
-        generation_config=_read_json(generation) if generation.is_file() else {},
+        hf_config=with_quantization(path, read_json(path / "config.json")),
+        generation_config=read_json(generation) if generation.is_file() else {},
     )
 
 
@@ -147,16 +148,6 @@ def _no_safetensors(path: Path, origin: str) -> str:
         f"{origin} holds {found}; if you trust its pickled weights, convert them, with torch installed, by: "
         f'python -c "{command}"'
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
 
 
 def _find_packaged(alias: str, file: PackagedFile) -> Path:

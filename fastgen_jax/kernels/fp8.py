@@ -5,7 +5,7 @@ what is more than 448 becomes 448, as in vLLM, and an infinity NaN, so that it i
 """
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
@@ -21,6 +21,16 @@ def to_stored(x: Array, dtype: DTypeLike, scale: Array | None = None) -> Array:
         x = x / scale
     # XLA's conversion alone makes NaN of what is too large.
     return jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -LARGEST, LARGEST)).astype(FP8)
+
+
+def as_bits(x: Array) -> Array:
+    """The bytes of `FP8`; any other array as it is. XLA:CPU moves `FP8` by way of float16, whole pools with it."""
+    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == FP8 else x
+
+
+def from_bits(x: Array, dtype: DTypeLike) -> Array:
+    """`as_bits` of an array of `dtype` undone."""
+    return lax.bitcast_convert_type(x, FP8) if dtype == FP8 else x
 
 
 def times(x: float | Array, scale: Array | None) -> float | Array:

@@ -1,7 +1,9 @@
 """Strict reading of Hugging Face's `config.json`: a field is used, known not to matter, or refused."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 # What says nothing about the forward pass: provenance, training, generation defaults, output switches.
@@ -28,6 +30,17 @@ NEUTRAL = frozenset(
 )
 
 _OF_IMAGES = re.compile("(image|video|vision|mm|multimodal|projector|spatial|boi|eoi)_")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; ValueError naming the file if it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value
 
 
 class HFConfig:
@@ -60,6 +73,13 @@ class HFConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} of this {self.family} model must be a whole number from 1")
         return value
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list of strings, which may be absent."""
+        value = self.take(name, [])
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise ValueError(f"{name}={value!r:.80} of this {self.family} model must be a list of strings")
+        return tuple(value)
 
     def only(self, name: str, *allowed: Any) -> None:
         """Take a field that may be absent or have one of the `allowed` values."""

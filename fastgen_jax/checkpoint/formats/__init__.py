@@ -15,16 +15,16 @@ FORMATS: dict[str, Callable[[HFConfig], Format]] = {
 }
 
 
-def method(config: Mapping[str, Any]) -> str:
-    """What a `quantization_config` calls itself."""
+def method(config: Any) -> str:
+    """What a `quantization_config` calls itself; ValueError unless it is an object."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"quantization_config is {config!r:.80}; it must be an object")
     is_bitsandbytes = "load_in_4bit" in config or "load_in_8bit" in config  # which used not to say so
-    return config.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "?")
+    return str(config.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "?"))
 
 
 def read_format(config: Mapping[str, Any]) -> Format:
     """From a `quantization_config`; ValueError, one sentence, for what is not understood."""
-    if not isinstance(config, Mapping):
-        raise ValueError(f"quantization_config is {config!r:.80}; it must be an object")
     name = method(config)
     if name not in FORMATS:
         raise ValueError(

@@ -21,6 +21,7 @@ from fastgen_jax.checkpoint.formats.format import (
     is_named,
     piece,
     shape_of,
+    sizes_of,
     unpack,
     word_chunks,
 )
@@ -53,7 +54,7 @@ class Awq:
         return Scheme("int4", self.group, zeros=True, scale_dtype="float32" if self.group is None else dtype)
 
     def scheme(self, source: SafetensorsSource, module: str) -> tuple[Scheme, tuple[int, int]]:
-        inputs, num_words = shape_of(source, module, "qweight", ["I32"])
+        inputs, num_words = sizes_of(source, module, "qweight", ["I32"])
         check_group(self.group, module, inputs)
         groups, why = inputs // (self.group or inputs), f"with group_size={self.group or -1} and {inputs} inputs"
         check_shape(module, "scales", shape_of(source, module, "scales", FLOATS), (groups, 8 * num_words), why)
@@ -88,6 +89,6 @@ def read(fields: HFConfig) -> Awq:
         fields.only(name, 4)
     for name in (*UNREAD, "sym", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"):
         fields.take(name)
-    old = fields.take("q_group_size")  # quant_config.json calls it so
-    group = read_group(fields) if old is None else None if old == -1 else old
-    return Awq(group, tuple(fields.take("modules_to_not_convert", ())))
+    group = read_group(fields)
+    group = read_group(fields, "q_group_size", group or -1)  # as quant_config.json calls it
+    return Awq(group, fields.names("modules_to_not_convert"))

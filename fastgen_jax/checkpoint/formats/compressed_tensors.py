@@ -27,7 +27,9 @@ from fastgen_jax.checkpoint.formats.format import (
     check_shape,
     groups_of,
     piece,
+    read_block,
     shape_of,
+    sizes_of,
     spread,
     unpack,
     word_chunks,
@@ -72,9 +74,10 @@ class CompressedTensors:
     marks: ClassVar[tuple[str, ...]] = ("weight", "weight_packed")
     parts: ClassVar[tuple[str, ...]] = (
         *("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"),
-        *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
+        *("input_scale", "input_zero_point"),
     )
-    unread: ClassVar[str | None] = r"\.(q_scale|[qkv]_zero_point)$"
+    # The output_scale of a k_proj or v_proj is its KV cache's.
+    unread: ClassVar[str | None] = r"\.(q_scale|[qkv]_zero_point|output_zero_point)$|(?<!\.[kv]_proj)\.output_scale$"
 
     def _weights(self, module: str) -> Weights | None:
         """The group that has a module, by its name first, and otherwise as a Linear."""
@@ -112,9 +115,9 @@ class CompressedTensors:
         if f"{module}.weight" in source:
             if weights.kind not in _STORED_AS:
                 raise ValueError(f"tensor '{module}.weight' is not packed, which {weights.kind} weights must be")
-            outputs, inputs = shape_of(source, module, "weight", [_STORED_AS[weights.kind]])
-            return outputs, inputs
-        shape_of(source, module, "weight_shape", ["I64", "I32"])
+            return sizes_of(source, module, "weight", [_STORED_AS[weights.kind]])
+        sizes = shape_of(source, module, "weight_shape", ["I64", "I32"])
+        check_shape(module, "weight_shape", sizes, (2,), "for outputs and inputs")
         outputs, inputs = piece(source, f"{module}.weight_shape").tolist()
         packed = (outputs, math.ceil(inputs / _per_word(weights.kind)))
         check_shape(
@@ -169,40 +172,51 @@ def _means(target: str, module: str) -> bool:
 
 
 def read(fields: HFConfig) -> CompressedTensors:
-    fields.only("format", *_FORMATS)
-    fields.only("quantization_status", "compressed")
+    groups = fields.need("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise ValueError(f"config_groups={groups!r:.80} of this {fields.family} model must be an object of objects")
+    if groups:
+        fields.only("format", *_FORMATS)
+        fields.only("quantization_status", "compressed")
+    else:  # the KV cache alone is quantised
+        fields.only("format", "dense", *_FORMATS)
+        fields.take("quantization_status")
     for name in ("sparsity_config", "transform_config"):
         value = fields.take(name) or {}
-        if value.get("format", "dense") != "dense" or value.get("config_groups"):
+        if not isinstance(value, Mapping) or value.get("format", "dense") != "dense" or value.get("config_groups"):
             raise ValueError(f"{name}={value!r:.80} of this {fields.family} model is not supported")
     for name in ("global_compression_ratio", "kv_cache_scheme", "version"):
         fields.take(name)
-    groups = tuple(_weights(fields, name, group) for name, group in fields.need("config_groups").items())
-    return CompressedTensors(groups, tuple(fields.take("ignore", ())))
+    return CompressedTensors(
+        tuple(_weights(fields.family, name, group) for name, group in groups.items()),
+        fields.names("ignore"),
+    )
 
 
-def _weights(fields: HFConfig, name: str, group: Mapping[str, Any]) -> Weights:
-    given = HFConfig({**(group.get("weights") or {}), "model_type": fields.family})
-    of = f"config_groups.{name} of this {fields.family} model"
-    kind = _KINDS.get((str(given.take("type", "int")), given.take("num_bits", 8)))
-    if kind is None or group.get("weights") is None:
-        raise ValueError(
-            f"{of} has weights {group.get('weights')!r:.120}; it can have int of 4 or 8 bits, or float of 8"
-        )
-    size, block = given.take("group_size"), given.take("block_structure")
+def _weights(family: str, name: str, group: Mapping[str, Any]) -> Weights:
+    of, weights = f"config_groups.{name} of this {family} model", group.get("weights")
+    given = HFConfig({**(weights if isinstance(weights, Mapping) else {}), "model_type": family})
+    kind = _KINDS.get((str(given.take("type", "int")), given.count("num_bits", 8)))
+    if kind is None or not isinstance(weights, Mapping):
+        raise ValueError(f"{of} has weights {weights!r:.120}; it can have int of 4 or 8 bits, or float of 8")
+    size, block = given.take("group_size"), read_block(given, "block_structure")
     strategy = given.take("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise ValueError(f"{of} has the strategy {strategy!r}; supported are tensor, channel, group and block")
+    if strategy == "group" and (not isinstance(size, int) or size < 1):
+        raise ValueError(f"{of} has group_size={size!r}; by group, it must be a whole number from 1")
+    if strategy == "block" and block is None:
+        raise ValueError(f"{of} has weights by block and lacks block_structure")
     given.only("dynamic", False)
     for unread in ("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
         given.take(unread)
     symmetric = given.take("symmetric", True)
     given.finish()
     return Weights(
-        tuple(group.get("targets", ())),
+        HFConfig({**group, "model_type": family}).names("targets"),
         kind,
         strategy,
         size if strategy == "group" else None,
-        (block[0], block[1]) if strategy == "block" else None,
+        block if strategy == "block" else None,
         symmetric,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from fastgen_jax.checkpoint.host_matrix import HostMatrix
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 from fastgen_jax.checkpoint.source import Region, row_chunks
+from fastgen_jax.models.hf_config import HFConfig
 from fastgen_jax.schemes import Scheme
 
 FLOATS = ("F16", "BF16", "F32")
@@ -55,6 +56,14 @@ def shape_of(source: SafetensorsSource, module: str, part: str, dtypes: Sequence
     if (found := source.stored_as(name)) not in dtypes:
         raise ValueError(f"tensor {name!r} is stored as {found}; this format has it as {' or '.join(dtypes)}")
     return source.shape(name)
+
+
+def sizes_of(source: SafetensorsSource, module: str, part: str, dtypes: Sequence[str]) -> tuple[int, int]:
+    """`shape_of` a tensor that is a matrix."""
+    found = shape_of(source, module, part, dtypes)
+    if len(found) != 2:
+        raise ValueError(f"tensor '{module}.{part}' has shape {found}; it must be a matrix")
+    return found[0], found[1]
 
 
 def check_shape(module: str, part: str, found: tuple[int, ...], wanted: tuple[int, ...], why: str) -> None:
@@ -129,6 +138,16 @@ def spread(scales: np.ndarray, rows: slice, columns: slice, block: tuple[int, in
     """
     firsts = [0] if group is None else range(columns.start, columns.stop, group)
     return scales[np.arange(rows.start, rows.stop)[:, None] // block[0], np.array(firsts)[None, :] // block[1]]
+
+
+def read_block(fields: HFConfig, name: str) -> tuple[int, int] | None:
+    """Outputs and inputs that share a scale; None where the field is absent."""
+    block = fields.take(name)
+    if block is None:
+        return None
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        raise ValueError(f"{name}={block!r:.80} of this {fields.family} model must be two numbers above 0")
+    return block[0], block[1]
 
 
 def is_named(module: str, names: Sequence[str]) -> bool:

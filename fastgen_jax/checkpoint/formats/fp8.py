@@ -11,7 +11,16 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastgen_jax.checkpoint.formats.format import FLOATS, check_shape, is_named, piece, shape_of, spread
+from fastgen_jax.checkpoint.formats.format import (
+    FLOATS,
+    check_shape,
+    is_named,
+    piece,
+    read_block,
+    shape_of,
+    sizes_of,
+    spread,
+)
 from fastgen_jax.checkpoint.host_matrix import HostMatrix
 from fastgen_jax.checkpoint.safetensors_files import SafetensorsSource
 from fastgen_jax.models.hf_config import HFConfig
@@ -38,7 +47,7 @@ class Fp8:
         return Scheme("fp8", self.block and math.gcd(self.block[1], inputs))
 
     def scheme(self, source: SafetensorsSource, module: str) -> tuple[Scheme, tuple[int, int]]:
-        outputs, inputs = shape_of(source, module, "weight", ["F8_E4M3"])
+        outputs, inputs = sizes_of(source, module, "weight", ["F8_E4M3"])
         part = self._scales(source, module)
         found = shape_of(source, module, part, FLOATS)
         if self.block is None:
@@ -69,8 +78,5 @@ def read(fields: HFConfig) -> Fp8:
     fields.only("expert_dtype", "fp8")
     fields.only("modules_to_convert", None)
     fields.take("dequantize")
-    block = fields.take("weight_block_size")
-    if block is not None and (len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block)):
-        raise ValueError(f"weight_block_size={block!r} of this {fields.family} model must be two numbers above 0")
-    skipped = [*fields.take("modules_to_not_convert", ()), *fields.take("ignored_layers", ())]
-    return Fp8(block and (block[0], block[1]), tuple(skipped))
+    skipped = (*fields.names("modules_to_not_convert"), *fields.names("ignored_layers"))
+    return Fp8(read_block(fields, "weight_block_size"), skipped)

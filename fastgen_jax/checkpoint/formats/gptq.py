@@ -24,6 +24,7 @@ from fastgen_jax.checkpoint.formats.format import (
     groups_of,
     piece,
     shape_of,
+    sizes_of,
     unpack,
     word_chunks,
 )
@@ -65,7 +66,7 @@ class Gptq:
 
     def scheme(self, source: SafetensorsSource, module: str) -> tuple[Scheme, tuple[int, int]]:
         per_word = 32 // self.bits
-        num_words, outputs = shape_of(source, module, "qweight", ["I32"])
+        num_words, outputs = sizes_of(source, module, "qweight", ["I32"])
         inputs = num_words * per_word
         check_group(self.group, module, inputs)
         groups, why = inputs // (self.group or inputs), f"with group_size={self.group or -1} and {inputs} inputs"
@@ -103,7 +104,7 @@ def read(fields: HFConfig) -> Gptq:
         raise ValueError(f"checkpoint_format={version!r} of this {fields.family} model must be 'gptq' or 'gptq_v2'")
     for name in UNREAD:
         fields.take(name)
-    bits = fields.need("bits")
+    bits = fields.count("bits")
     if bits not in (4, 8):
         raise ValueError(f"bits={bits!r} of this {fields.family} model is not supported, only 4 or 8")
     return Gptq(
@@ -115,9 +116,9 @@ def read(fields: HFConfig) -> Gptq:
     )
 
 
-def read_group(fields: HFConfig, name: str = "group_size") -> int | None:
+def read_group(fields: HFConfig, name: str = "group_size", default: int = 128) -> int | None:
     """Inputs that share a scale; -1 is all."""
-    size = fields.take(name, 128)
+    size = fields.take(name, default)
     if size == -1:
         return None
     if isinstance(size, bool) or not isinstance(size, int) or size < 8 or size % 8:

@@ -20,8 +20,8 @@ from fastgen_jax.types import EngineConfig
 
 pytestmark = pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
 
-TOKENS, NUM_BLOCKS = 61, 200
-"""61 divides no weight's size, so no activation is taken for a weight."""
+TOKENS, NUM_BLOCKS = 61, 199
+"""Neither divides a weight's size, so no activation or pool is taken for a weight."""
 
 ATTENTION_CALLS = 3
 """Of a launch of attention: prompt tiles, splits of the decode rows, and their combination."""

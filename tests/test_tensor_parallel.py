@@ -131,13 +131,19 @@ def test_experts_may_be_shared_out_whole(name, size):
 
 @pytest.mark.parametrize(("name", "size"), [case for case in CASES if case[0] not in BY_TWO], scope="module")
 def test_greedy_tokens_are_one_devices(name, size):
-    """Through chunks, overlap and a pool so small that sequences are preempted."""
+    """Through chunks, overlap and a pool so small that sequences are preempted, or longer than it behind a window."""
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    shared = load_engine(folder_of(name), Shards.over(jax.devices()[:size]), num_blocks=14, max_num_batched_tokens=16)
+    gives_back = "window" in name
+    num_blocks = 6 if gives_back else 14
+    sizes = {"num_blocks": num_blocks, "max_num_batched_tokens": 16}
+    shared = load_engine(folder_of(name), Shards.over(jax.devices()[:size]), **sizes)
     alone = engine_of(name, 1).generate(PROMPTS, params)
     found = shared.generate(PROMPTS, params)
     assert [r.token_ids for r in found] == [r.token_ids for r in alone]
-    assert shared.stats().preemptions > 0
+    if gives_back:
+        assert len(PROMPTS[-1]) + 24 > shared._runner.block_size * num_blocks
+    else:
+        assert shared.stats().preemptions > 0
 
 
 @pytest.mark.parametrize(("name", "size"), [case for case in CASES if case[0] in BY_TWO], scope="module")

@@ -154,7 +154,8 @@ def test_greedy_tokens_of_more_sequences_than_fit_are_one_devices(name, size):
     prompts = [tokens[start:] for start in range(3) for tokens in PROMPTS[1:]]
     found, expected = shared.generate(prompts, params), alone.generate(prompts, params)
     assert [r.token_ids for r in found] == [r.token_ids for r in expected]
-    assert shared.stats().preemptions > 0
+    keeps_all = shared._runner.window.num_tokens is None  # and else has room
+    assert shared.stats().preemptions > 0 or not keeps_all
 
 
 def test_experts_that_lie_in_one_tensor_are_refused(tmp_path):

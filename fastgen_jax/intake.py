@@ -204,7 +204,7 @@ def max_cached_tokens(num_prompt_tokens: int, params: SamplingParams) -> int:
 def dynamic_rope_len(model_config: Any) -> int | None:
     """The longest context whose tokens a model turns alike that has "dynamic" rope or "longrope"; None for others."""
     rope = getattr(model_config, "rope", None)
-    return rope.original_max_len if rope is not None and rope.rope_type in ("dynamic", "longrope") else None
+    return rope.original_max_len if rope is not None and rope.varies else None
 
 
 def is_token_ids(prompt: Any) -> bool:

@@ -111,6 +111,11 @@ class Rope:
             original = max_len
         return cls(dim, theta, rope_type, original_max_len=original, interleaved=interleaved, **scaling)
 
+    @property
+    def varies(self) -> bool:
+        """Whether a token is turned by how long its sequence is, too."""
+        return self.rope_type in VARYING
+
     def max_positions(self, max_len: int) -> int:
         """The longest context of a model whose `max_position_embeddings` is `max_len`.
 

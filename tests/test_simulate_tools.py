@@ -247,7 +247,7 @@ def test_a_table_measured_on_an_engine_simulates_it():
     assert sum(told) == num_measurements(engine)
     assert [size for size, _ in table.bucket_s] == engine._runner.packer.buckets
     assert (table.num_blocks, table.block_size, table.max_num_seqs, table.max_model_len) == (64, 16, 8, 256)
-    assert all(seconds > 0 for _, seconds in table.bucket_s) and table.key_s >= 0 and table.pair_s >= 0
+    assert all(seconds >= 0 for _, seconds in table.bucket_s) and table.key_s >= 0 and table.pair_s >= 0
     assert engine.generate(prompt, params)[0].token_ids == before
 
     requests = [Request([i % VOCAB_SIZE] * 20, 4 + i) for i in range(6)]

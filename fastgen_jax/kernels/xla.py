@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from fastgen_jax.kernels.fp8 import as_bits, from_bits, times, to_stored
 
 NAME = "xla"
-DEFAULT_BLOCK_SIZE = 64
+DEFAULT_BLOCK_SIZE = 128
 HEADS_AXIS = 1
 
 # Chosen by measurement on two CPU cores: scripts/bench_attention.py, and docs/performance.md, "What was tried".

@@ -43,7 +43,12 @@ normal = nn.initializers.normal(0.02)
 def activation(name: str) -> Callable[[Array], Array]:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not supported; choose {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    return partial(_in_float32, ACTIVATIONS[name])
+
+
+def _in_float32(act: Callable[[Array], Array], x: Array) -> Array:
+    """act(x) rounded to x's dtype once, as torch does, instead of after each of its operations."""
+    return act(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def scaled(x: Array, by: float) -> Array:
@@ -56,7 +61,7 @@ def softcap(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-_FEW_ROWS = 32  # beyond them `x_first` is faster in float32: docs/performance.md, "What was tried"
+_FEW_ROWS = 32  # so many float32 rows XLA:CPU multiplies faster weight first: docs/performance.md, "What was tried"
 
 
 def matmul(x: Array, weight: Array | QuantizedMatrix, *, out_dtype: Any = None) -> Array:
@@ -69,22 +74,25 @@ def matmul(x: Array, weight: Array | QuantizedMatrix, *, out_dtype: Any = None) 
         preferred_element_type=out_dtype,
     )
 
-    def weight_first(x: Array, weight: Array) -> Array:
-        # The same product, which XLA:CPU computes faster for few rows. Without the barrier it would turn it round.
-        return jax.lax.optimization_barrier(dot("fe,te->ft", weight, x)).T
-
     def x_first(x: Array, weight: Array) -> Array:
         return dot("te,fe->tf", x, weight)
+
+    def weight_first(x: Array, weight: Array) -> Array:
+        # Without the barrier XLA would turn it round.
+        return jax.lax.optimization_barrier(dot("fe,te->ft", weight, x)).T
 
     def summed(x: Array, weight: Array) -> Array:
         # XLA:CPU's product of one row makes a copy of the weight in float32; this reads it as it is.
         y = jnp.sum(weight.astype(jnp.float32) * x.astype(jnp.float32), axis=1)
         return y[None].astype(out_dtype or x.dtype)
 
-    if weight.dtype == jnp.float32 and x.shape[0] > _FEW_ROWS:
+    if weight.dtype == jnp.float32:
+        on_cpu = weight_first if x.shape[0] <= _FEW_ROWS else x_first
+    else:
+        on_cpu = summed if x.shape[0] == 1 else x_first
+    if on_cpu is x_first:
         return x_first(x, weight)
-    few = summed if x.shape[0] == 1 and weight.dtype != jnp.float32 else weight_first
-    return jax.lax.platform_dependent(x, weight, cpu=few, default=x_first)
+    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=x_first)
 
 
 class Linear(nn.Module):

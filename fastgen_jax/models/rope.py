@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -156,7 +157,9 @@ class Rope:
             factors = [jnp.asarray(f, jnp.float32)[None, :] for f in (self.long_factor, self.short_factor)]
             inv_freq = inv_freq / jnp.where((context_lens > self.original_max_len)[:, None], *factors)
         angles = positions.astype(jnp.float32)[:, None] * inv_freq
-        return jnp.cos(angles) * self.attention_factor, jnp.sin(angles) * self.attention_factor
+        cos_sin = jnp.cos(angles) * self.attention_factor, jnp.sin(angles) * self.attention_factor
+        # Without the barrier XLA computes them anew in every fusion that reads them, several in each layer.
+        return jax.lax.optimization_barrier(cos_sin)
 
     def _llama3(self, inv_freq: np.ndarray) -> np.ndarray:
         """Long wavelengths are divided by `factor`, short ones kept, those between blended."""

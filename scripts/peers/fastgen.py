@@ -3,7 +3,7 @@
 from fastgen_jax import Engine, SamplingParams
 from peers.worker import KV_BYTES, Contestant, Settings, kv_bytes_per_token, serve
 
-BLOCK_SIZE = 64
+BLOCK_SIZE = 128
 
 
 def load(settings: Settings) -> Contestant:

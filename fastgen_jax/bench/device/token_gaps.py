@@ -23,7 +23,8 @@ def measure(stage: Stage, session: Session) -> None:
     gc.collect()
     block_size = session.model.backend.DEFAULT_BLOCK_SIZE
     most_tokens = [sizes.gap_context + 8 * sizes.gap_steps] * max(sizes.gap_rows) + [sizes.max_model_len]
-    num_blocks = 1 + sum(-(-tokens // block_size) for tokens in most_tokens)
+    reserve = max(sizes.gap_rows)  # what the scheduler keeps free for decodes before it lets the prompt in
+    num_blocks = 1 + reserve + sum(-(-tokens // block_size) for tokens in most_tokens)
     _measure_budget(stage, session, session.new_engine(sizes.whole_budget, num_blocks), sizes.whole_budget, cut=False)
 
 
@@ -71,9 +72,9 @@ def _gaps(session: Session, engine: Engine, num_decodes: int) -> dict[str, Any]:
 
 
 def _timed_steps(engine: Engine, num_decodes: int) -> Iterator[tuple[float, int]]:
-    """Step for ever; whenever `num_decodes` tokens or more have come: seconds since the last time, and how many."""
+    """Step while there is work; whenever `num_decodes` tokens or more came: seconds since the last time, and how many."""
     last, num_before = time.perf_counter(), engine.stats().generated_tokens
-    while True:
+    while engine.has_work:
         engine.step()
         num_tokens = engine.stats().generated_tokens - num_before
         if num_tokens >= num_decodes:

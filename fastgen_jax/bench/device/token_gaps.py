@@ -72,7 +72,7 @@ def _gaps(session: Session, engine: Engine, num_decodes: int) -> dict[str, Any]:
 
 
 def _timed_steps(engine: Engine, num_decodes: int) -> Iterator[tuple[float, int]]:
-    """Step while there is work; whenever `num_decodes` tokens or more came: seconds since the last time, and how many."""
+    """Step while there is work; whenever `num_decodes` tokens or more came: seconds since last time, and how many."""
     last, num_before = time.perf_counter(), engine.stats().generated_tokens
     while engine.has_work:
         engine.step()

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from fastgen_jax.bench.device import parity, report, run, stages, torch_sdpa
+from fastgen_jax.bench.device import parity, report, run, stages, token_gaps, torch_sdpa
 from fastgen_jax.bench.device.attention import flops
 from fastgen_jax.bench.device.record import FAILED, NO_TIME, OK, Record, new_entry
 from fastgen_jax.bench.device.report import Target
@@ -48,6 +48,13 @@ def test_a_rehearsal_runs_every_stage(rehearsal):
     assert saved[-1] == json.loads(json.dumps(result))
     assert [list(each["stages"])[-1] for each in saved[::2]] == ["parity", "decode", "prefill", "gaps"]
     assert report.is_sound(result["stages"])
+
+
+def test_a_pool_with_no_room_for_the_prompt_ends_the_stage_gaps():
+    session = Session(REHEARSAL)
+    engine = session.new_engine(REHEARSAL.whole_budget, num_blocks=5)
+    with pytest.raises(RuntimeError, match="ran out of work"):
+        token_gaps._gaps(session, engine, num_decodes=2)
 
 
 BUCKETS = (1, 8, 16, 32)  # the first two on a CPU only

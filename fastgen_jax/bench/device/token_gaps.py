@@ -72,7 +72,10 @@ def _gaps(session: Session, engine: Engine, num_decodes: int) -> dict[str, Any]:
 
 
 def _timed_steps(engine: Engine, num_decodes: int) -> Iterator[tuple[float, int]]:
-    """Step while there is work; whenever `num_decodes` tokens or more came: seconds since last time, and how many."""
+    """Step for ever; whenever `num_decodes` tokens or more have come: seconds since the last time, and how many.
+
+    RuntimeError when there is no work left.
+    """
     last, num_before = time.perf_counter(), engine.stats().generated_tokens
     while engine.has_work:
         engine.step()
@@ -81,3 +84,4 @@ def _timed_steps(engine: Engine, num_decodes: int) -> Iterator[tuple[float, int]
             now = time.perf_counter()
             yield now - last, num_tokens
             last, num_before = now, num_before + num_tokens
+    raise RuntimeError("the engine ran out of work before what was waited for: its pool is too small")

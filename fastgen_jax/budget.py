@@ -1,7 +1,8 @@
 """The token budget that chooses itself: time a step of each bucket, find where throughput stops growing.
 
 Throughput against the tokens of a step is a concave curve (arXiv 2401.08671, section 3): once the hardware is busy,
-a larger step takes longer and brings nothing. The smallest step that is busy is the budget.
+a larger step takes longer and brings nothing. The smallest step that is busy, its knee, is the budget, unless one is
+given, or a limit on how long a step may take.
 """
 
 import hashlib
@@ -46,7 +47,10 @@ class Curve:
         return next(tokens for tokens, rate in rates.items() if rate >= ENOUGH * max(rates.values()))
 
     def choose(self, max_step_ms: float | None = None, at_least: int = 1) -> int:
-        """The budget: the knee, or the largest step below it that stays within `max_step_ms`.
+        """The budget: the knee, or the largest step timed that stays within `max_step_ms`.
+
+        A step beyond the knee brings hardly any throughput, but more of it is prompts: where requests queue for their
+        first token and gaps may be longer, they wait less.
 
         at_least: sequences that a step must have a token for. Where that or the smallest step takes longer than
             allowed, it is taken nevertheless, with a warning.
@@ -54,9 +58,8 @@ class Curve:
         steps = [tokens for tokens in self.seconds if tokens >= at_least]
         if not steps:
             return at_least
-        steps = [tokens for tokens in steps if tokens <= max(self.knee(), steps[0])]
         if max_step_ms is None:
-            return steps[-1]
+            return max(self.knee(), steps[0])
         within = [tokens for tokens in steps if self.seconds[tokens] * 1e3 <= max_step_ms]
         if not within:
             took = self.seconds[steps[0]] * 1e3
@@ -85,8 +88,8 @@ def choose(curve: Curve | None, config: EngineConfig) -> int:
 def tune(runner: ModelRunner, config: EngineConfig, show_progress: bool | None = None) -> Curve | None:
     """The curve of an engine's steps: kept from before, else measured now, on a runner that nobody uses yet.
 
-    None where the budget is given, and where nothing is kept and `warm_up` is off. The first time, programs are
-    compiled on the way.
+    None where the budget is given, and where nothing is kept and `warm_up` is off. Where it is measured, programs are
+    compiled first.
     """
     if config.max_num_batched_tokens != "auto":
         return None
@@ -103,6 +106,10 @@ def tune(runner: ModelRunner, config: EngineConfig, show_progress: bool | None =
         return steps.seconds([(longest, 0)] * full + [(rest, 0)] * (rest > 0))
 
     buckets = [bucket for bucket in buckets if bucket <= layout.max_num_seqs * longest]
+    if runner.compiles_at_once:  # the largest may not be timed; together they are ready sooner nevertheless
+        keys = [("sample", runner.programs.row_buckets[0]), *(("backbone", bucket) for bucket in buckets)]
+        with bar("compiling", len(keys), show_progress, "programs") as advance:
+            runner.compile_all(keys, advance)
     with bar("timing steps", len(buckets), show_progress, "sizes") as advance:
         curve = measure(buckets, seconds_of, advance)
     write(name, curve)

@@ -49,7 +49,7 @@ ENGINE_HELP = {
     "num_blocks": "blocks of KV memory; otherwise what fits",
     "gpu_memory_utilization": "the share of the GPU's memory to use",
     "max_num_batched_tokens": "the token budget of a step (Dynamic SplitFuse), or auto: where throughput stops growing",
-    "max_step_ms": "with auto, the budget is the largest below that whose step takes no longer",
+    "max_step_ms": "with auto, the budget is the largest whose step takes no longer",
     "max_num_seqs": "sequences in a step at most",
     "max_model_len": "longest prompt and output together; otherwise the model's own",
     "backend": "attention backend; otherwise the best that runs here",

@@ -1,5 +1,6 @@
 """Counts what XLA compiles, so that "nothing compiles after warm-up" is a fact that is watched."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,11 +9,13 @@ import jax
 # JAX's listeners are the process's, so this count is too.
 _EVENT = "/jax/core/compile/backend_compile_duration"
 _counter = {"compilations": 0}
+_lock = threading.Lock()  # warm-up compiles in threads
 
 
 def _listen(event: str, _duration: float, **_: object) -> None:
     if event == _EVENT:
-        _counter["compilations"] += 1
+        with _lock:
+            _counter["compilations"] += 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

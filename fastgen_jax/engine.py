@@ -536,6 +536,4 @@ class Engine:
     def _warm_up(self, show_progress: bool | None) -> None:
         keys = list(self._runner.programs.keys())
         with progress.bar("compiling", len(keys), show_progress, "programs") as advance:
-            for key in keys:
-                self._runner.compile(*key)
-                advance(1)
+            self._runner.compile_all(keys, advance)

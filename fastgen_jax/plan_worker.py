@@ -19,7 +19,7 @@ from fastgen_jax.models import family
 from fastgen_jax.plan import MAX_TP, Request, size_text
 from fastgen_jax.programs import Key, Programs
 from fastgen_jax.sharding import check_heads
-from fastgen_jax.sizing import Sizing, compile_all
+from fastgen_jax.sizing import Sizing
 from fastgen_jax.types import EngineConfig
 
 CONTEXT = 1024
@@ -126,8 +126,8 @@ class _Planner:
         show = self.request.show_progress
         if show is None and not progress.is_shown(show):
             print(f"{title}: {len(keys)} programs to compile", file=sys.stderr, flush=True)
-        with progress.bar(title, len(keys), show, "programs") as advance:
-            return compile_all(programs, keys, self.device, advance)
+        with progress.bar(title, len(keys), show, "programs") as advance, jax.default_device(self.device):
+            return programs.compile_all(keys, advance)
 
     def pool(self, max_model_len: int) -> dict[str, Any]:
         """The pool, and the bounds of what an engine with it can do."""

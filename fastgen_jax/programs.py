@@ -8,7 +8,9 @@ log-probabilities too, one that returns the logits, and one for the log-probabil
 """
 
 import math
-from collections.abc import Callable, Iterator
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +28,7 @@ from fastgen_jax.params import one_dtype
 from fastgen_jax.sampling import logprobs, sample
 from fastgen_jax.sampling_state import SamplingRows, SamplingState, set_row
 from fastgen_jax.sharding import multiple_of
+from fastgen_jax.threads import in_threads
 from fastgen_jax.types import MAX_LOGPROBS
 
 ROW_COLUMNS = 3 + NUM_SETTINGS
@@ -36,6 +39,9 @@ LOGPROB_CHUNK = 64
 
 PROGRAMS = ("backbone", "sample", "sample_logprobs", "logits", "prompt_logprobs", "set_row")
 """What is compiled; all but the last for a ladder of buckets."""
+
+MOST_AT_ONCE = 8
+"""Programs that are compiled at once: each takes gigabytes of a host's memory for a large model."""
 
 EVERYWHERE = PartitionSpec()
 """Of what every device has whole."""
@@ -220,6 +226,41 @@ class Programs:
             self._compiled[name, bucket] = self.lower(name, bucket).compile()
             self.num_compiled += 1
         return self._compiled[name, bucket]
+
+    def compile_all(self, keys: Iterable[Key], advance: Callable[[int], Any] = lambda _: None) -> dict[Key, float]:
+        """Have every one of `keys` compiled, several at once; those that were not yet -> seconds that each took.
+
+        They are traced here, one after the other, under the caller's settings of JAX; XLA then compiles them, or reads
+        them from the cache, in threads. advance: called with 1 for each that is done.
+        """
+        seconds: dict[Key, float] = {}
+
+        def compile_one(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
+            start = time.perf_counter()
+            return lowered.compile(), time.perf_counter() - start
+
+        def jobs() -> Iterator[tuple[Key, Callable[[], tuple[jax.stages.Compiled, float]]]]:
+            for key in dict.fromkeys(keys):
+                if key in self._compiled:
+                    advance(1)
+                    continue
+                start = time.perf_counter()
+                lowered = self.lower(*key)
+                seconds[key] = time.perf_counter() - start
+                yield key, partial(compile_one, lowered)
+
+        for key, (compiled, took) in in_threads(jobs(), min(MOST_AT_ONCE, os.cpu_count() or 1)):
+            self._compiled[key] = compiled
+            self.num_compiled += 1
+            seconds[key] += took
+            advance(1)
+        return seconds
+
+    def compile_step(self, bucket: int, head: str, num_rows: int) -> None:
+        """Have what a step needs; where a program is missing, what a decode of as many rows needs, too: it is next."""
+        step: list[Key] = [("backbone", bucket), (head, num_rows)]
+        if not all(key in self._compiled for key in step):
+            self.compile_all([*step, ("backbone", bucket_for(self.buckets, num_rows))])
 
     def largest_step_bytes(self) -> int:
         """What the largest step takes on the device beside its arguments: temporaries and new outputs."""

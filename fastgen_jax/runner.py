@@ -15,7 +15,7 @@ from fastgen_jax.batch import FEW_TOKENS, Packer, Settings, SettingsOf, SplitsOf
 from fastgen_jax.models.layers import Params
 from fastgen_jax.orders import Alone, Group, Order
 from fastgen_jax.params import check_same, one_dtype
-from fastgen_jax.programs import PROGRAMS, Programs
+from fastgen_jax.programs import PROGRAMS, Key, Programs
 from fastgen_jax.sampling_state import SamplingState
 from fastgen_jax.scheduler import Row, StepPlan, Window, widest
 from fastgen_jax.scheduler.split_plan import SplitPlanner
@@ -100,6 +100,11 @@ class ModelRunner:
             self._group.break_off()
             raise
 
+    @property
+    def compiles_at_once(self) -> bool:
+        """Whether several programs may be compiled at once; processes that share the model keep to one order."""
+        return isinstance(self._group, Alone)
+
     def check_not_shared(self, method: str) -> None:
         """ValueError where other processes have a part of the model."""
         if not isinstance(self._group, Alone):
@@ -121,9 +126,14 @@ class ModelRunner:
         """Keep only the buckets that steps of at most so many tokens need."""
         self._order("limit", max_num_batched_tokens)
 
-    def compile(self, name: str, bucket: int) -> None:
-        """Have a program of `programs.keys()` ready."""
-        self._order("compile", list(PROGRAMS).index(name), bucket)
+    def compile_all(self, keys: list[Key], advance: Callable[[int], Any]) -> None:
+        """Have `keys` of `programs.keys()` ready. advance: called with 1 for each."""
+        if self.compiles_at_once:
+            self.programs.compile_all(keys, advance)
+            return
+        for name, bucket in keys:
+            self._order("compile", PROGRAMS.index(name), bucket)
+            advance(1)
 
     def _do_reset(self) -> None:
         self.kv_pool = self._allocate_pool(self.num_blocks)
@@ -217,8 +227,11 @@ class ModelRunner:
     def _do_step(
         self, bucket: int, num_rows: int, report: bool, buffer: np.ndarray, targets: np.ndarray | None = None
     ) -> tuple[Any, Any]:
+        head = "sample_logprobs" if report else "sample"
+        if self.compiles_at_once:
+            self.programs.compile_step(bucket, head, num_rows)
         hidden, last, rows = self._backbone(bucket, buffer)
-        program = self.programs.get("sample_logprobs" if report else "sample", num_rows)
+        program = self.programs.get(head, num_rows)
         sampled, self.state = program(self._head_params, self.state, last, rows)
         if targets is None:
             return sampled, None

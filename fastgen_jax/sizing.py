@@ -1,10 +1,7 @@
 """An engine's shapes on a GPU that is not here: its weights, its programs, and the blocks that fit beside them."""
 
 import math
-import os
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +15,7 @@ from fastgen_jax.kernels.mixed import Chip
 from fastgen_jax.kernels.mosaic_gpu import MosaicGpu, Target
 from fastgen_jax.models.layers import Params
 from fastgen_jax.params import is_quantized, leaves_with_path, quantization
-from fastgen_jax.programs import Key, Programs
+from fastgen_jax.programs import Programs
 from fastgen_jax.quantization import on_chip
 from fastgen_jax.roofline import Work
 from fastgen_jax.scheduler import Window, widest
@@ -200,19 +197,3 @@ def leaves(params: Params, *names: str) -> list[Any]:
 def expert_leaves(params: Params) -> list[jax.ShapeDtypeStruct]:
     """The stacks of experts of which a token takes a few."""
     return [x for path, x in leaves_with_path(params) if any(part.key == "experts" for part in path)]
-
-
-def compile_all(
-    programs: Programs, keys: list[Key], device: jax.Device, advance: Callable[[int], Any]
-) -> dict[Key, float]:
-    """Compile for `device`, several at once; key -> seconds that it took. advance: told of each that is done."""
-
-    def compile_one(key: Key) -> float:
-        start = time.perf_counter()
-        with jax.default_device(device):  # a thread's own
-            programs.get(*key)
-        advance(1)
-        return time.perf_counter() - start
-
-    with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1)) as threads:
-        return dict(zip(keys, threads.map(compile_one, keys), strict=True))

@@ -265,10 +265,12 @@ class EngineConfig:
     num_blocks: blocks in the pool, the null block included; otherwise as many as fit.
     gpu_memory_utilization: share, for weights, one step and the pool, of the memory that JAX may use on a GPU
         (75 % of it unless XLA_CLIENT_MEM_FRACTION says otherwise). On a CPU the pool takes up to 1 GiB.
-    max_num_batched_tokens: the token budget of a step (Dynamic SplitFuse). "auto" times a step of every bucket after
-        the warm-up, once for a model and a machine, and takes the smallest whose throughput is all but the best; with
-        warm_up=False and nothing kept from before it is 512.
-    max_step_ms: with "auto", the budget is the largest below that whose step stays within so many milliseconds.
+    max_num_batched_tokens: the token budget of a step (Dynamic SplitFuse). "auto" times a step of every bucket
+        before the warm-up, once for a model and a machine, and takes the smallest whose throughput is all but the best;
+        with warm_up=False and nothing kept from before it is 512.
+    max_step_ms: with "auto", the budget is instead the largest step timed that stays within so many milliseconds;
+        timing ends two buckets behind the best throughput. Less for shorter gaps; more where requests queue for their
+        first token and gaps may be longer.
     max_num_seqs: sequences in a step at most; never more than max_num_batched_tokens.
     max_model_len: longest prompt + output; at most the model's own.
     backend: attention backend, one of `fastgen_jax.kernels.BACKENDS`.
@@ -283,7 +285,7 @@ class EngineConfig:
     prefix_caching: keep the K/V of full blocks until their memory is needed, and let sequences that begin with the
         same tokens share them. The tokens are the same either way, up to rounding.
     overlap: dispatch step n+1 before step n's tokens reach the host. The tokens are the same either way.
-    warm_up: compile every program at construction; otherwise each is compiled when first needed.
+    warm_up: compile every program at construction; otherwise a step compiles what it and the decode after it need.
     compile_cache: keep compiled programs on disk between runs. This is a setting of JAX's for the whole
         process; one that is already there is left alone.
     """

@@ -28,12 +28,12 @@ IMPORTS = ("fastgen_jax.cli", "numpy", "jax", "flax.linen", "fastgen_jax.engine"
 CALLS = {
     "fastgen_jax.checkpoint:resolve": "find the checkpoint, read its header",
     "fastgen_jax.kernels:choose_backend": "choose the attention backend",
-    "fastgen_jax.models:init_params": "trace for the parameters' shapes",
+    "fastgen_jax.models:param_shapes": "trace for the parameters' shapes",
     "fastgen_jax.checkpoint:Checkpoint.tokenizer": "tokenizer",
     "fastgen_jax.checkpoint:load_params": "weights",
-    "fastgen_jax.runner:ModelRunner.reset": "allocate the pools",
+    "fastgen_jax.runner:ModelRunner._do_reset": "allocate the pools",
     "fastgen_jax.programs:Programs.lower": "trace and lower the programs",
-    "jax.stages:Lowered.compile": "compile, or read from the cache",
+    "fastgen_jax.programs:Programs.compile_all": "compile, or read from the cache",
     "fastgen_jax.engine:Engine.step": "steps",
 }
 """What is called in a start -> the stage that its time counts to, but for the time of stages inside it."""

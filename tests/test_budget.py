@@ -42,7 +42,8 @@ def test_the_knee_is_the_smallest_step_with_all_but_the_best_throughput(seconds,
         (None, 1, 128),
         (None, 200, 256),  # sequences that need a token each
         (None, 600, 600),  # more than was timed
-        (1000, 1, 128),  # beyond the knee a longer step brings nothing
+        (1000, 1, 512),  # nothing larger was timed
+        (130, 1, 256),
         (64, 1, 128),
         (63.9, 1, 64),
         (40, 1, 64),
@@ -82,6 +83,7 @@ def auto_engine(**config):
 
 
 def fixed_times(monkeypatch, seconds_of):
+    monkeypatch.setattr(budget, "LARGEST", 256)  # of what is compiled to be timed
     monkeypatch.setattr(budget.Steps, "seconds", lambda self, rows: seconds_of(sum(new for new, _ in rows)))
 
 

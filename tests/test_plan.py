@@ -408,6 +408,13 @@ def test_a_mistake_is_one_sentence(argv, message, monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
+def stand_in(largest_step_bytes):
+    """Programs that take no compiling."""
+    return SimpleNamespace(
+        buckets=[512], row_buckets=[256], largest_step_bytes=largest_step_bytes, compile_all=lambda *args: {}
+    )
+
+
 def in_process(model, gpu, *, tp, mem_fraction, show_progress, **config):
     """`plan`, without its process, up to where it would compile."""
     return plan_worker.make_report(Request(model, gpu, tp, mem_fraction, config, show_progress), every_bucket=False)
@@ -471,8 +478,7 @@ def test_what_does_not_fit_says_what_would(model, gpu, mem_fraction, config, sho
 def test_a_pool_too_small_is_one_sentence(config, step, expected, monkeypatch):
     """Llama-2-7B on an L4 leaves 2.50 GB for a step and the pool; 64 tokens are 34 MB."""
     monkeypatch.setattr(plan_worker, "compile_only_devices", lambda gpu, count: [None] * count)
-    monkeypatch.setattr(plan_worker, "compile_all", lambda *args: {})
-    programs = SimpleNamespace(buckets=[512], row_buckets=[256], largest_step_bytes=lambda: int(step))
+    programs = stand_in(lambda: int(step))
     monkeypatch.setattr(Sizing, "programs", lambda *args: programs)
     found = in_process("llama2-7b", "l4", tp=1, mem_fraction=0.75, show_progress=False, **config)
     assert expected in found["message"]
@@ -498,9 +504,8 @@ def test_8_bits_a_number_of_the_pool_are_half_of_what_is_kept_and_read():
 def test_a_pool_of_any_size_has_bounds(num_tokens, monkeypatch):
     """Llama-2-7B on an L4 leaves 2.50 GB, and 64 tokens are 34 MB: the step leaves room for so many and block 0."""
     monkeypatch.setattr(plan_worker, "compile_only_devices", lambda gpu, count: [None] * count)
-    monkeypatch.setattr(plan_worker, "compile_all", lambda *args: {})
     step = sizing(read_config("llama2-7b"), "l4").free_bytes - (num_tokens + 64) * 524288
-    programs = SimpleNamespace(buckets=[512], row_buckets=[256], largest_step_bytes=lambda: step)
+    programs = stand_in(lambda: step)
     monkeypatch.setattr(Sizing, "programs", lambda *args: programs)
     found = in_process("llama2-7b", "l4", tp=1, mem_fraction=0.75, show_progress=False)
     context, most = min(1024, num_tokens), max(1, num_tokens // 1024)
@@ -517,9 +522,8 @@ def test_a_pool_of_any_size_has_bounds(num_tokens, monkeypatch):
 def test_a_pool_that_holds_a_window_holds_a_sequence_of_any_length(num_blocks, max_model_len, monkeypatch):
     """Mistral-7B's window of 4096 tokens begins anywhere in a block, so that 65 blocks hold it."""
     monkeypatch.setattr(plan_worker, "compile_only_devices", lambda gpu, count: [None] * count)
-    monkeypatch.setattr(plan_worker, "compile_all", lambda *args: {})
     step = sizing(read_config("mistral-7b"), "l4").free_bytes - (num_blocks + 1) * 64 * 131072
-    programs = SimpleNamespace(buckets=[512], row_buckets=[256], largest_step_bytes=lambda: step)
+    programs = stand_in(lambda: step)
     monkeypatch.setattr(Sizing, "programs", lambda *args: programs)
     found = in_process("mistral-7b", "l4", tp=1, mem_fraction=0.75, show_progress=False)
     assert (found["pool_blocks"], found["max_model_len"]) == (num_blocks + 1, max_model_len)

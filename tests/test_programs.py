@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,8 +17,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.lax import Precision
 from tiny import tiny_engine
 
+from fastgen_jax import SamplingParams
 from fastgen_jax.batch import NUM_SETTINGS, Settings
-from fastgen_jax.programs import ROW_COLUMNS, backbone, head, sampling_rows, shapes_of
+from fastgen_jax.programs import PROGRAMS, ROW_COLUMNS, backbone, head, sampling_rows, shapes_of
 
 
 def precisions(jaxpr: Jaxpr) -> Iterator[tuple | None]:
@@ -79,6 +82,98 @@ def test_warm_up_builds_every_program_and_says_how_far_it_is(capsys):
     num_programs = len(list(engine._runner.programs.keys()))
     assert engine.stats().compiled == num_programs
     assert f"{num_programs}/{num_programs} programs" in capsys.readouterr().err
+
+
+class StandIn:
+    """A lowered program whose compiling is `compile`."""
+
+    def __init__(self, compile):
+        self.compile, self.traced_by = compile, threading.get_ident()
+
+
+def test_several_programs_compile_at_once_each_traced_by_the_caller(monkeypatch):
+    """A thread of its own would trace without the caller's `jax.default_matmul_precision` and the like."""
+    programs = tiny_engine()._runner.programs
+    keys, met = list(programs.keys())[:4], threading.Barrier(2)
+    lowered, told = [], []
+
+    def compile():
+        met.wait(timeout=60)
+        return "compiled"
+
+    def lower(*key):
+        lowered.append(StandIn(compile))
+        return lowered[-1]
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(programs, "lower", lower)
+    assert set(programs.compile_all(keys, told.append)) == set(keys)
+    assert {each.traced_by for each in lowered} == {threading.get_ident()}
+    assert [programs.get(*key) for key in keys] == ["compiled"] * 4
+    assert programs.num_compiled == 4
+    assert programs.compile_all(keys, told.append) == {}  # they are there
+    assert (told, len(lowered)) == ([1] * 8, 4)
+
+
+def test_a_program_that_does_not_compile_ends_the_warm_up_with_its_error(monkeypatch):
+    programs = tiny_engine()._runner.programs
+    begun = []
+
+    def compile():
+        begun.append(1)
+        if len(begun) == 2:
+            raise MemoryError("out of memory")
+        time.sleep(0.05)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(programs, "lower", lambda *key: StandIn(compile))
+    with pytest.raises(MemoryError, match="out of memory"):
+        programs.compile_all(programs.keys())
+    assert len(begun) < len(list(programs.keys()))
+    assert programs.num_compiled == 1  # what was done is kept
+
+
+def test_without_a_warm_up_a_step_compiles_what_it_and_the_decode_after_it_need():
+    engine = tiny_engine(max_num_batched_tokens=32)
+    programs = engine._runner.programs
+    engine.add([5] * 20, SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.step()
+    assert set(programs._compiled) == {("backbone", 32), ("backbone", 1), ("sample", 1)}
+    for _ in range(3):
+        engine.add([5] * 5, SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.step()  # the decode and three prompts
+    assert set(programs._compiled) >= {("backbone", 16), ("backbone", 8), ("sample", 8)}
+    assert programs.num_compiled == 6
+    while engine.has_work:
+        engine.step()
+    assert programs.num_compiled == 6
+
+
+class Told:
+    """A group of two, the other of which only hears what it is told."""
+
+    leads = True
+
+    def __init__(self):
+        self.orders = []
+
+    def tell(self, order):
+        self.orders.append((order.kind, *order.numbers))
+
+    def least(self, number):
+        return number
+
+
+def test_processes_that_share_a_model_compile_in_one_order(monkeypatch):
+    """Of two that compiled several programs at once, each could wait for what the other has not begun."""
+    group = Told()
+    monkeypatch.setattr("fastgen_jax.programs.in_threads", None)
+    engine = tiny_engine(group=group, warm_up=True)
+    keys = list(engine._runner.programs.keys())
+    assert group.orders[-len(keys) :] == [("compile", PROGRAMS.index(name), bucket) for name, bucket in keys]
+    lazy = tiny_engine(group=group)
+    lazy.generate([[5, 6]], SamplingParams(max_tokens=3))
+    assert lazy.stats().compiled > 0
 
 
 COUNT_CACHE_EVENTS = """

@@ -19,7 +19,7 @@ from fastgen_jax.bench.device.sizes import Sizes
 from fastgen_jax.bench.device.timing import random_array, seconds_per_call
 from fastgen_jax.checkpoint.config_only import read_config
 from fastgen_jax.models.layers import Params
-from fastgen_jax.sizing import compile_all, leaves, num_bytes, num_elements, shapes
+from fastgen_jax.sizing import leaves, num_bytes, num_elements, shapes
 from fastgen_jax.step_times import Steps
 
 DTYPE = "bfloat16"
@@ -81,7 +81,7 @@ class Session:
 def compile_programs(engine: Engine, keys: list[tuple[str, int]]) -> tuple[dict[str, float], float]:
     """Compile, several at once; "name bucket" -> seconds of each, and seconds of all."""
     start = time.perf_counter()
-    seconds = compile_all(engine._runner.programs, keys, jax.devices()[0], lambda _: None) if keys else {}
+    seconds = engine._runner.programs.compile_all(keys)
     return {f"{name} {bucket}": taken for (name, bucket), taken in seconds.items()}, _since(start)
 
 

@@ -31,7 +31,7 @@ from fastgen_jax.scheduler.blocks import NULL_BLOCK
 MIN_BUCKET = 16
 """A step of fewer tokens saves next to nothing: it reads the same weights."""
 
-FEW_TOKENS = (1, 8)
+FEW_TOKENS = (1, 2, 4, 8)
 """Buckets below that, for a device that computes no faster than it reads: a CPU."""
 
 SettingsOf = Callable[[Sequence], "Settings"]

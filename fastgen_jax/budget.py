@@ -110,7 +110,7 @@ def tune(runner: ModelRunner, config: EngineConfig, show_progress: bool | None =
         keys = [("sample", runner.programs.row_buckets[0]), *(("backbone", bucket) for bucket in buckets)]
         with bar("compiling", len(keys), show_progress, "programs") as advance:
             runner.compile_all(keys, advance)
-    with bar("timing steps", len(buckets), show_progress, "sizes") as advance:
+    with bar("timing steps", 2 * len(buckets), show_progress, "sizes") as advance:
         curve = measure(buckets, seconds_of, advance)
     write(name, curve)
     return curve
@@ -119,7 +119,9 @@ def tune(runner: ModelRunner, config: EngineConfig, show_progress: bool | None =
 def measure(buckets: list[int], seconds_of: Callable[[int], float], advance: Callable[[int], None]) -> Curve:
     """Time steps from the smallest bucket up, until two in a row bring no more throughput than those before.
 
-    seconds_of: seconds of a step of so many tokens. advance: called with 1 after each.
+    Then each once more, and the less counts: a machine may have been busy with something else for a while, and where
+    the curve is flat that alone would choose. seconds_of: seconds of a step of so many tokens. advance: called with 1
+    after each.
     """
     seconds: dict[int, float] = {}
     best, num_worse = 0.0, 0
@@ -131,6 +133,9 @@ def measure(buckets: list[int], seconds_of: Callable[[int], float], advance: Cal
         best = max(best, rate)
         if num_worse == 2:
             break
+    for bucket in seconds:
+        seconds[bucket] = min(seconds[bucket], seconds_of(bucket))
+        advance(1)
     return Curve(seconds)
 
 

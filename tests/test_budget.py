@@ -69,8 +69,16 @@ def test_timing_ends_two_steps_behind_the_best():
         return max(tokens, 64) / 100
 
     curve = budget.measure([16, 32, 64, 128, 256, 512], seconds_of, lambda _: None)
-    assert timed == [16, 32, 64, 128, 256]
+    assert timed == [16, 32, 64, 128, 256] * 2
     assert curve == Curve({16: 0.64, 32: 0.64, 64: 0.64, 128: 1.28, 256: 2.56})
+
+
+def test_a_step_that_was_slow_once_is_timed_again():
+    """A busy moment at 64 tokens would make it 128."""
+    times = {16: [1.0, 1.0], 32: [1.5, 1.5], 64: [3.5, 2.0], 128: [4.0, 4.0], 256: [8.0, 8.0]}
+    curve = budget.measure(list(times), lambda tokens: times[tokens].pop(0), lambda _: None)
+    assert curve.seconds[64] == 2.0
+    assert curve.knee() == 64
 
 
 def test_one_slow_step_does_not_end_the_timing():
@@ -90,7 +98,7 @@ def fixed_times(monkeypatch, seconds_of):
 def test_an_engine_takes_the_budget_of_its_own_curve(monkeypatch, cache):
     fixed_times(monkeypatch, lambda tokens: max(tokens, 32))
     engine = auto_engine()
-    assert engine.step_curve == Curve({1: 32, 8: 32, 16: 32, 32: 32, 64: 64, 128: 128})
+    assert engine.step_curve == Curve({1: 32, 2: 32, 4: 32, 8: 32, 16: 32, 32: 32, 64: 64, 128: 128})
     assert engine.max_num_batched_tokens == 32
     with pytest.raises(ValueError, match="max_num_batched_tokens=32 allows no more"):
         engine.put([1], [[5] * 33])
@@ -131,7 +139,7 @@ def test_without_warm_up_nothing_is_timed(cache):
 
 def test_a_real_curve_of_a_tiny_model(cache):
     engine = auto_engine(max_num_seqs=8, max_model_len=40)
-    assert list(engine.step_curve.seconds)[:3] == [1, 8, 16]
+    assert list(engine.step_curve.seconds)[:5] == [1, 2, 4, 8, 16]
     assert max(engine.step_curve.seconds) <= 8 * 39  # no longer prompts, no more rows
     assert engine.max_num_batched_tokens in engine.step_curve.seconds
     assert engine.stats().compiled_after_warm_up == 0

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from fastgen_jax.batch import FEW_TOKENS
 from fastgen_jax.bench.device import parity, report, run, stages, token_gaps, torch_sdpa
 from fastgen_jax.bench.device.attention import flops
 from fastgen_jax.bench.device.record import FAILED, NO_TIME, OK, Record, new_entry
@@ -57,7 +58,7 @@ def test_a_pool_with_no_room_for_the_prompt_ends_the_stage_gaps():
         token_gaps._gaps(session, engine, num_decodes=2)
 
 
-BUCKETS = (1, 8, 16, 32)  # the first two on a CPU only
+BUCKETS = (*FEW_TOKENS, 16, 32)  # the first on a CPU only
 
 
 def test_a_rehearsal_measures_what_it_should(rehearsal):

@@ -142,7 +142,7 @@ def test_without_a_warm_up_a_step_compiles_what_it_and_the_decode_after_it_need(
     for _ in range(3):
         engine.add([5] * 5, SamplingParams(max_tokens=4, ignore_eos=True))
     engine.step()  # the decode and three prompts
-    assert set(programs._compiled) >= {("backbone", 16), ("backbone", 8), ("sample", 8)}
+    assert set(programs._compiled) >= {("backbone", 16), ("backbone", 4), ("sample", 4)}
     assert programs.num_compiled == 6
     while engine.has_work:
         engine.step()

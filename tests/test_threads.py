@@ -38,14 +38,14 @@ def test_an_error_comes_out_and_ends_the_rest():
             raise OSError("no")
         time.sleep(0.02)
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(OSError, match="no"):
         list(in_threads(((i, lambda i=i: job(i)) for i in range(50)), 1))
     assert len(ran) < 50
     deadline = time.monotonic() + 30
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert not left
 
 
 ENDS = """

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 
 def in_threads[K, T](jobs: Iterable[tuple[K, Callable[[], T]]], num_threads: int) -> Iterator[tuple[K, T]]:
@@ -41,7 +42,8 @@ def in_threads[K, T](jobs: Iterable[tuple[K, Callable[[], T]]], num_threads: int
         for _ in range(num_running):
             yield take()
     finally:
-        while not todo.empty():
-            todo.get()
+        with suppress(Empty):  # a thread may take the last one first
+            while True:
+                todo.get_nowait()
         for _ in range(num_threads):
             todo.put(None)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from fastgen_jax import threads
 from fastgen_jax.threads import in_threads
 
 
@@ -46,6 +47,22 @@ def test_an_error_comes_out_and_ends_the_rest():
     while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
+
+
+def test_a_job_that_a_thread_takes_while_the_rest_is_dropped_is_not_waited_for(monkeypatch):
+    """Between seeing that the queue has a job and taking it, a thread may have taken it."""
+
+    class Raced(threads.SimpleQueue):
+        def empty(self):
+            return False
+
+    monkeypatch.setattr(threads, "SimpleQueue", Raced)
+    found = []
+    caller = threading.Thread(target=lambda: found.append(next(in_threads([(1, lambda: 2)], 1))), daemon=True)
+    caller.start()  # the generator is left, and so closed, after its first result
+    caller.join(timeout=60)
+    assert found == [(1, 2)]
+    assert not caller.is_alive()
 
 
 ENDS = """
